@@ -1,0 +1,106 @@
+"""What the driver needs from the world. Adapters implement these; tests and tools bring their own.
+
+Methods that are not `async` do disk or heavy CPU work: the driver calls them in a thread, never on the
+event loop. They may raise OperatorError (disk full, damaged file) or TransportError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from p2pdiloco.ids import Digest, PeerId
+from p2pdiloco.protocol.actions import Settled, VoterRecord
+from p2pdiloco.wire.log import Entry, OuterStep
+from p2pdiloco.wire.messages import DeltaHeader, Message, Outcome, SnapshotOffer
+
+Array = npt.NDArray[np.float32]
+
+
+class BlobStore(Protocol):
+    """Bytes on disk by digest. A blob is either whole and verified, or a resumable part, never between."""
+
+    def has(self, digest: Digest) -> bool: ...
+    def size(self, digest: Digest) -> int | None: ...
+    def read(self, digest: Digest) -> bytes: ...
+    def path(self, digest: Digest) -> Path | None: ...
+    def put(self, digest: Digest, data: bytes) -> None: ...
+    def part_size(self, digest: Digest) -> int:
+        """Bytes of an unfinished blob that are already here."""
+        ...
+
+    def append_part(self, digest: Digest, offset: int, data: bytes, size: int) -> None: ...
+    def finish_part(self, digest: Digest) -> bool:
+        """Hash the part; True and it is a blob, or False and it is gone."""
+        ...
+
+    def delete(self, digest: Digest) -> None: ...
+
+
+class Journal(Protocol):
+    """The voter's record and the log, durable when the call returns."""
+
+    def save_record(self, record: VoterRecord) -> None: ...
+    def load_record(self) -> VoterRecord | None: ...
+    def append_entries(self, entries: Sequence[Entry]) -> None: ...
+    def load_entries(self) -> list[Entry]: ...
+    def next_boot(self) -> int:
+        """Count a start, durably: the boot counter of this life."""
+        ...
+
+
+class CheckedDelta(NamedTuple):
+    outcome: Outcome  # HELD or why not
+    norm: float
+
+
+class Roots(NamedTuple):
+    params: Digest
+    momentum: Digest
+
+
+class StateKeeper(Protocol):
+    """The global state G, M in numpy float32, its prepared successors, and its files."""
+
+    def check_delta(self, header: DeltaHeader | None, delta: Digest) -> CheckedDelta: ...
+    def prepare(self, ticket: Digest, step: OuterStep) -> Roots: ...
+    def install(self, index: int, version: int, ticket: Digest | None, rules: bytes) -> None: ...
+    def take_snapshot(self, index: int, version: int) -> SnapshotOffer: ...
+    def install_snapshot(self, offer: SnapshotOffer, version: int) -> None: ...
+
+
+class PassOutcome(NamedTuple):
+    """One finished pass, encoded and durable."""
+
+    header: DeltaHeader
+
+
+class Contributor(Protocol):
+    """Own deltas: sequence, cursor, error feedback and in flight, in one durable record (protocol.md 7)."""
+
+    def settle(self, delta: Digest, how: Settled) -> None: ...
+    def anchor(self, params: Array) -> Array:
+        """G - sum(in_flight)."""
+        ...
+
+    def reset(self) -> None:
+        """Long absence: in flight, error feedback and pending cleared."""
+        ...
+
+    def in_flight(self) -> list[DeltaHeader]: ...
+
+
+class Transport(Protocol):
+    """Messages and blobs to and from peers."""
+
+    async def send(self, peer: PeerId, message: Message) -> None: ...
+    async def upload(self, peer: PeerId, delta: Digest, size: int) -> None: ...
+    async def fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId]) -> None:
+        """Into the blob store, resumable over several donors. Raises TransportError when none gave it."""
+        ...
+
+    def remember(self, peer: PeerId, sealed: bytes) -> None: ...

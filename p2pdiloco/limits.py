@@ -1,0 +1,55 @@
+"""Every limit, with its unit and the reason for it. Nothing from outside is unbounded.
+
+Names carry the unit last. Limits that a run may choose are in the RunSpec; these hold for every run.
+"""
+
+KIB = 1024
+MIB = 1024 * KIB
+
+# Wire
+message_bytes_max = 256 * KIB  # one signed message: 32 contributions and a certificate fit 20 times over
+array_items_max = 4096  # longest list inside one message
+string_bytes_max = 4 * KIB  # longest text inside one message
+name_chars_max = 32  # a node's name: one table cell
+body_bytes_max = 48 * KIB  # a log body with 32 contributions is about 8 KiB
+run_spec_bytes_max = 4 * MIB  # 100,000 shards of 40 bytes
+entries_per_message_max = 16  # a follower asks again; keeps a reply under message_bytes_max
+nesting_max = 16  # deepest message nesting in use is 5
+
+# Data plane
+chunk_bytes = 4 * MIB  # snapshots and shards travel in chunks of this size
+blob_bytes_max = 4096 * MIB  # largest delta accepted at all; the model decides the real figure
+zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
+uploads_per_node_max = 4  # concurrent blobs served; then 503 with Retry-After and other donors
+fetches_per_node_max = 4  # concurrent blobs fetched
+
+# Protocol
+contributions_max = 32  # deltas in one outer step
+refused_max = 32  # refusals named in one outer step
+in_flight_max = 2  # unsettled deltas of one node in a fragment (algorithm.md 3, bound on solo work)
+pass_prolonged_factor = 4  # a prolonged pass: at most 4 H steps (algorithm.md 3)
+held_deltas_per_peer_max = 4  # a voter's memory for one sender's unlisted deltas
+committee_sizes = (1, 3, 5, 7)
+snapshot_every_versions = 16
+snapshots_kept = 2
+peers_max = 1024  # peers a node remembers
+fanout = 3  # peers to which a receiver forwards a new certified entry
+heartbeat_have_max = 64  # digests repeated in a heartbeat to mend lost HAVEs
+
+# HTTP
+connections_max = 512
+connections_per_address_max = 64  # a household or a small cluster behind one address
+header_timeout_s = 15.0  # keep-alive and slow headers
+body_timeout_s = 600.0  # whole body of a blob
+body_rate_bytes_per_s_min = 4 * KIB  # slower than this after the grace: cut off
+body_rate_grace_s = 5.0
+request_timeout_s = 10.0  # a control message
+retry_after_s = 2.0
+event_streams_max = 200  # open live pages
+event_streams_per_address_max = 16
+
+# Tracker
+announce_interval_s = 30.0  # ordinary runs; local runs announce every 2 s
+announce_expiry_intervals = 4.0  # silent for longer: offline
+history_rows_max = 200_000  # rows of history kept by the tracker's database
+reports_per_peer_per_minute_max = 60

@@ -1,0 +1,201 @@
+"""The RunSpec: everything that the nodes of a run must agree on, signed by the run's owner.
+
+Its digest is the RunId, so a tracker cannot swap the run. Local taste (limits, paths) is configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.ids import Digest, RunId, merkle_root, tagged_digest
+from p2pdiloco.wire.codec import Struct, decode, encode
+from p2pdiloco.wire.log import Bytes32, Committee, Count
+from p2pdiloco.wire.signing import Signer, Verify
+
+FORMAT = 1
+MATH_VERSION = 1  # changes whenever decode, merge or outer step could give other bits
+
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class BlobRef(Struct):
+    """A blob by name and size. `tokens` for shards (uint8 tokens: as many as bytes)."""
+
+    digest: Bytes32
+    size: Annotated[int, Meta(ge=1, le=limits.blob_bytes_max)]
+    tokens: Count
+
+
+class TensorSpec(Struct):
+    """One tensor of the model, in the order in which params are flattened."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    shape: Annotated[tuple[Positive, ...], Meta(max_length=8)]
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+
+class ModelSpec(Struct):
+    """A transformers config class by name with its arguments; never remote code."""
+
+    family: Annotated[str, Meta(pattern="^llama$")]
+    preset: Annotated[str, Meta(max_length=32)]
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    layers: Positive
+    heads: Positive
+    kv_heads: Positive
+    seq_len: Positive
+    tied: bool
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=limits.array_items_max)]
+
+    @property
+    def params(self) -> int:
+        """Number of parameters (float32 values)."""
+        return sum(t.size for t in self.tensors)
+
+
+class DataSpec(Struct):
+    tokenizer: Annotated[str, Meta(pattern="^bytes$")]
+    shards: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=100_000)]
+    evaluation: BlobRef
+
+
+class InnerSpec(Struct):
+    """Inner loop (algorithm.md 2)."""
+
+    inner_steps: Positive  # H
+    pass_s: Seconds
+    sequences_per_step: Positive  # batch of one inner step, in sequences of model.seq_len tokens
+    lr: Annotated[float, Meta(gt=0, le=1)]
+    lr_min_share: Fraction  # of lr, at target_tokens
+    warmup_tokens: Count  # on the run's token clock
+    moments_warmup_steps: Count  # after joining or a long absence
+    beta1: Fraction
+    beta2: Fraction
+    weight_decay: Fraction
+    clip_norm: Annotated[float, Meta(gt=0)]
+
+
+class OuterSpec(Struct):
+    """Outer loop (algorithm.md 4). Defaults are algorithm.md's."""
+
+    mu: Fraction = 0.9
+    decay: Annotated[str, Meta(pattern="^(exponential|constant)$")] = "exponential"
+    lambda_: Annotated[float, Meta(ge=0, le=10)] = 0.07
+    staleness_max: Positive = 16
+    eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.4
+    eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.8
+    policy: Annotated[str, Meta(pattern="^quorum$")] = "quorum"
+    deadline_passes: Annotated[float, Meta(gt=0, le=100)] = 1.5
+    codec: Annotated[str, Meta(pattern="^(fp16|int4)$")] = "int4"
+    error_feedback_beta: Fraction = 1.0
+    fragments: Annotated[int, Meta(ge=1, le=1)] = 1
+
+
+class CommitteeSpec(Struct):
+    """Election and rotation (protocol.md 3, 4). Home-link defaults; the demo has its own timings."""
+
+    genesis: Committee
+    size_max: Annotated[int, Meta(ge=1, le=7)] = 3
+    rotation: Positive = 8
+    heartbeat_s: Seconds = 5.0
+    timeout_s_min: Seconds = 15.0
+    timeout_s_max: Seconds = 30.0
+    voter_standing_s: Annotated[float, Meta(ge=0, le=86400)] = 600.0
+    voter_lease_s: Seconds = 120.0
+
+
+class Genesis(Struct):
+    """Version 0: params by chunk digests (momentum is zero)."""
+
+    params: Annotated[tuple[Bytes32, ...], Meta(min_length=1, max_length=limits.array_items_max)]
+    momentum: Annotated[tuple[Bytes32, ...], Meta(min_length=1, max_length=limits.array_items_max)]
+
+    @property
+    def params_root(self) -> Digest:
+        return merkle_root([Digest(c) for c in self.params])
+
+    @property
+    def momentum_root(self) -> Digest:
+        return merkle_root([Digest(c) for c in self.momentum])
+
+
+class RunSpec(Struct):
+    format: Positive
+    math_version: Positive
+    name: Annotated[str, Meta(min_length=1, max_length=limits.name_chars_max)]
+    owner_key: Bytes32
+    model: ModelSpec
+    data: DataSpec
+    inner: InnerSpec
+    outer: OuterSpec
+    committee: CommitteeSpec
+    genesis: Genesis
+    admission: Annotated[str, Meta(pattern="^(local|open)$")]
+    trust_tokens: Count  # open runs: trusted after so many accepted tokens
+    bootstrap_tokens: Count  # open runs: everybody is trusted until the clock reaches this
+    target_tokens: Positive
+    target_version: Count  # 0: none
+    eval_every: Positive  # versions
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]  # two runs alike have two RunIds
+
+    @property
+    def tokens_per_inner_step(self) -> int:
+        return self.inner.sequences_per_step * self.model.seq_len
+
+
+class SignedRunSpec(Struct):
+    """The RunSpec's bytes as the owner signed them."""
+
+    spec: Annotated[bytes, Meta(max_length=limits.run_spec_bytes_max)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+def run_id_of(spec_bytes: bytes) -> RunId:
+    return RunId(tagged_digest("run", spec_bytes))
+
+
+def sign_run_spec(spec: RunSpec, owner: Signer) -> bytes:
+    """Bytes of the signed RunSpec, as a tracker serves them."""
+    assert owner.public_key == spec.owner_key
+    data = encode(spec)
+    return encode(SignedRunSpec(data, owner.sign(b"p2pdiloco/v1/run-spec\0" + data)))
+
+
+def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None) -> tuple[RunId, RunSpec]:
+    """Open an untrusted signed RunSpec.
+
+    Raises:
+        PeerError: MALFORMED, WRONG_RUN if its digest is not `expected`, BAD_SIGNATURE.
+        OperatorError: the run needs another version of this program.
+    """
+    signed = decode(data, SignedRunSpec, bytes_max=limits.run_spec_bytes_max + 1024)
+    run = run_id_of(signed.spec)
+    if expected is not None and run != expected:
+        raise PeerError("WRONG_RUN", f"expected run {expected.hex()[:16]}, got {run.hex()[:16]}")
+    try:
+        spec = decode(signed.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
+    except PeerError as error:
+        raise PeerError("MALFORMED", f"RunSpec: {error}") from None
+    if not verify(spec.owner_key, signed.signature, b"p2pdiloco/v1/run-spec\0" + signed.spec):
+        raise PeerError("BAD_SIGNATURE", "RunSpec")
+    if spec.format != FORMAT or spec.math_version != MATH_VERSION:
+        raise OperatorError(
+            f"run {spec.name!r} has format {spec.format} and math {spec.math_version}; this build has "
+            f"{FORMAT} and {MATH_VERSION}: install the version that the run names (pip install p2pdiloco).",
+            exit_code=5,
+        )
+    return run, spec

@@ -1,0 +1,1 @@
+"""Bytes to messages and back. Everything from outside is untrusted until opened here."""

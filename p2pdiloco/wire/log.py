@@ -1,0 +1,190 @@
+"""The run log's things: committee, bodies of three kinds, certificates, entries (protocol.md 3)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Annotated
+
+from msgspec import Meta
+
+from p2pdiloco import limits
+from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, tagged_digest
+from p2pdiloco.wire.codec import Struct, decode, encode
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Bytes32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
+Share = Annotated[float, Meta(ge=0)]
+
+
+class Committee(Struct):
+    """Who may certify the next entry. `voters`: training voters in order of admission.
+
+    `witness` is NO_DIGEST while the witness has no seat.
+    """
+
+    witness: Bytes32
+    voters: Annotated[tuple[Bytes32, ...], Meta(max_length=7)]
+
+    @property
+    def members(self) -> tuple[PeerId, ...]:
+        seat = () if self.witness == NO_DIGEST else (PeerId(self.witness),)
+        return seat + tuple(PeerId(v) for v in self.voters)
+
+    @property
+    def size(self) -> int:
+        return len(self.voters) + (self.witness != NO_DIGEST)
+
+    @property
+    def quorum(self) -> int:
+        """A majority of the members."""
+        return self.size // 2 + 1
+
+    def aggregator_of(self, term: int) -> PeerId:
+        """The only one who can lead `term` (protocol.md 4): nothing to grind, nothing to tie."""
+        if not self.voters:
+            return PeerId(self.witness)
+        return PeerId(self.voters[term % len(self.voters)])
+
+
+@lru_cache(maxsize=256)
+def committee_digest(committee: Committee) -> Digest:
+    return tagged_digest("committee", encode(committee))
+
+
+class Contribution(Struct):
+    """One delta in an outer step. Floats are float32 values, declared by the aggregator."""
+
+    delta: Bytes32
+    peer: Bytes32
+    base_version: Count
+    sequence: Count
+    steps: Count
+    tokens: Count  # c_i: after the caps of protocol.md 8
+    norm: Share  # L2 norm of the decoded delta
+    staleness: Share  # rounds on the token clock
+    weight: Share  # w_i = c_i * decay(staleness)
+    clip: Share  # factor applied to the delta, <= 1
+
+
+class Refused(Struct):
+    delta: Bytes32
+    peer: Bytes32
+    sequence: Count
+    reason: Annotated[str, Meta(max_length=32)]
+
+
+class Left(Struct):
+    peer: Bytes32
+    goodbye: Bytes32  # digest of its signed goodbye
+
+
+class Scalars(Struct):
+    """The declared scalars of an outer step, each a float32 value (algorithm.md 4, 5)."""
+
+    weight_sum: Share
+    rho: Share
+    mu_r: Share
+    momentum_gain: Share  # (1 - mu_r) / (1 - mu)
+    eta: Share
+
+
+class OuterStep(Struct, tag="outer_step"):
+    """Content of the entry that makes `version`; `clock` and `t_full` hold after it."""
+
+    version: Count
+    fragment: Count
+    contributions: Annotated[
+        tuple[Contribution, ...], Meta(min_length=1, max_length=limits.contributions_max)
+    ]
+    refused: Annotated[tuple[Refused, ...], Meta(max_length=limits.refused_max)]
+    left: Annotated[tuple[Left, ...], Meta(max_length=limits.refused_max)]
+    scalars: Scalars
+    clock: Count
+    t_full: Count
+    state_root: Bytes32
+
+
+class Membership(Struct, tag="membership"):
+    """Content of the entry that changes the committee."""
+
+    committee: Committee
+    state_root: Bytes32
+
+
+class OwnerWord(Struct):
+    """What the owner signs: never an index or a previous digest, so that a word can wait for its turn.
+
+    `finish` with sequence 0 and an empty signature is warranted by the RunSpec's targets instead.
+    """
+
+    kind: Annotated[str, Meta(pattern="^(pause|resume|extend|finish|revoke)$")]
+    owner_sequence: Count
+    value: Count  # extend: the new target in tokens; else 0
+    peer: Annotated[bytes, Meta(max_length=32)]  # revoke: whom; else empty
+    signature: Annotated[bytes, Meta(max_length=64)]
+
+    def statement(self, run: RunId, epoch: int) -> bytes:
+        words = [run, epoch, self.owner_sequence, self.kind, self.value, self.peer]
+        return b"p2pdiloco/v1/owner\0" + encode(words)
+
+
+class OwnerEntry(Struct, tag="owner"):
+    word: OwnerWord
+    state_root: Bytes32
+
+
+Content = OuterStep | Membership | OwnerEntry
+
+
+class Body(Struct):
+    """No term, no author: the same content proposed again after a failover is the same body."""
+
+    run: Bytes32
+    epoch: Count
+    index: Count
+    previous: Bytes32
+    committee: Bytes32  # digest of the committee that governs this index
+    content: OuterStep | Membership | OwnerEntry
+
+
+class AckSignature(Struct):
+    key: Bytes32
+    signature: Signature
+
+
+class Certificate(Struct):
+    """Acks of one term from a majority of the committee that they name."""
+
+    committee: Bytes32
+    term: Count
+    last: bool
+    acks: Annotated[tuple[AckSignature, ...], Meta(min_length=1, max_length=7)]
+
+
+class Entry(Struct):
+    """A certified body, as bytes so that its digest is of what came."""
+
+    body: Annotated[bytes, Meta(max_length=limits.body_bytes_max)]
+    certificate: Certificate
+
+
+@lru_cache(maxsize=512)
+def open_body(data: bytes) -> Body:
+    """Raises: PeerError MALFORMED or TOO_BIG."""
+    return decode(data, Body, bytes_max=limits.body_bytes_max)
+
+
+@lru_cache(maxsize=512)
+def body_digest(data: bytes) -> Digest:
+    return tagged_digest("body", data)
+
+
+def genesis_digest(run: RunId) -> Digest:
+    """`previous` of the first entry: the RunSpec stands at index 0."""
+    return tagged_digest("genesis", run)
+
+
+def state_root(params_root: bytes, momentum_root: bytes, rules_digest: bytes) -> Digest:
+    """What an entry commits to: everything that a snapshot holds (protocol.md 3)."""
+    return tagged_digest("state", params_root, momentum_root, rules_digest)
