@@ -17,9 +17,16 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, PeerId, RunId, peer_id_of
 from p2pdiloco.wire.codec import Struct, decode, encode
-from p2pdiloco.wire.log import Bytes32, Count, Entry, body_digest, open_body
-from p2pdiloco.wire.messages import KINDS, Ack, Entries, Message, Proposal, Vote
-from p2pdiloco.wire.signing import SIGNATURE_BYTES, Signer, Verify, ack_statement, proposal_statement
+from p2pdiloco.wire.log import Body, Bytes32, Count, Entry, OuterStep, body_digest, open_body
+from p2pdiloco.wire.messages import KINDS, Ack, DeltaHeader, Entries, Message, Proposal, Vote
+from p2pdiloco.wire.signing import (
+    SIGNATURE_BYTES,
+    Signer,
+    Verify,
+    ack_statement,
+    delta_statement,
+    proposal_statement,
+)
 
 PROTOCOL_VERSION = 1
 DOMAIN = b"p2pdiloco/v1/envelope\0"
@@ -121,6 +128,24 @@ def verify_entry(entry: Entry, run: RunId, verify: Verify) -> None:
     for ack in certificate.acks:
         if not verify(ack.key, ack.signature, statement):
             raise PeerError("BAD_CERTIFICATE", f"index {body.index}")
+    verify_deltas(body, verify)
+
+
+def verify_deltas(body: Body, verify: Verify) -> None:
+    """Check that each delta named by an outer step was signed by the peer to which it is credited.
+
+    Raises: PeerError BAD_SIGNATURE.
+    """
+    if not isinstance(body.content, OuterStep):
+        return
+    run = RunId(body.run)
+    step = body.content
+    for named in (*step.contributions, *step.refused):
+        statement = delta_statement(
+            run, Digest(named.delta), step.fragment, named.base_version, named.sequence, named.steps
+        )
+        if peer_id_of(named.key) != named.peer or not verify(named.key, named.signature, statement):
+            raise PeerError("BAD_SIGNATURE", f"a delta of {named.peer.hex()[:8]} at index {body.index}")
 
 
 def _verify_inside(message: Message, signed: Signed, verify: Verify) -> None:
@@ -133,6 +158,7 @@ def _verify_inside(message: Message, signed: Signed, verify: Verify) -> None:
         )  # fmt: skip
         if not verify(signed.key, message.signature, statement):
             raise PeerError("BAD_SIGNATURE", "Proposal")
+        verify_deltas(body, verify)
     elif isinstance(message, Ack):
         statement = ack_statement(
             run, signed.epoch, Digest(message.committee), message.term, message.index, Digest(message.body),
@@ -149,6 +175,13 @@ def _verify_inside(message: Message, signed: Signed, verify: Verify) -> None:
         )  # fmt: skip
         if not verify(acked.proposer_key, acked.proposal_signature, statement):
             raise PeerError("BAD_SIGNATURE", "Vote")
+        verify_deltas(body, verify)
+    elif isinstance(message, DeltaHeader):
+        statement = delta_statement(
+            run, Digest(message.delta), message.fragment, message.base_version, message.sequence, message.steps
+        )
+        if not verify(signed.key, message.signature, statement):
+            raise PeerError("BAD_SIGNATURE", "DeltaHeader")
     elif isinstance(message, Entries):
         for entry in message.entries:
             verify_entry(entry, run, verify)

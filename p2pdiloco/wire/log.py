@@ -65,13 +65,21 @@ class Contribution(Struct):
     staleness: Share  # rounds on the token clock
     weight: Share  # w_i = c_i * decay(staleness)
     clip: Share  # factor applied to the delta, <= 1
+    key: Bytes32  # the peer's public key, and its signature over delta_statement: the log proves itself,
+    signature: Signature  # so a voter or follower that never saw the header can still check it
 
 
 class Refused(Struct):
+    """A delta that the log turns away for good (TOO_LATE); signed facts as in Contribution."""
+
     delta: Bytes32
     peer: Bytes32
+    base_version: Count
     sequence: Count
+    steps: Count
     reason: Annotated[str, Meta(max_length=32)]
+    key: Bytes32
+    signature: Signature
 
 
 class Left(Struct):

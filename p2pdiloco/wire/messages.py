@@ -52,6 +52,7 @@ class DeltaHeader(Struct):
     data_first: Count  # the node's data cursor at the start of the pass, in sequences
     data_count: Count  # sequences used
     loss: Share  # mean training loss of the pass, nats per token; informs, never enters a weight
+    signature: Signature  # over delta_statement: what the log repeats
 
 
 class DeltaReceipt(Struct):

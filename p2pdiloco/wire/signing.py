@@ -81,6 +81,14 @@ def proposal_statement(
     return _statement(b"proposal", run, epoch, committee, term, index, body, last)
 
 
+def delta_statement(
+    run: RunId, delta: Digest, fragment: int, base_version: int, sequence: int, steps: int
+) -> bytes:
+    """What a node signs about its delta; repeated in the log entry that lists or refuses it."""
+    numbers = b"".join(n.to_bytes(8, "big") for n in (fragment, base_version, sequence, steps))
+    return b"p2pdiloco/v1/delta\0" + run + delta + numbers
+
+
 def _statement(
     what: bytes, run: bytes, epoch: int, committee: bytes, term: int, index: int, body: bytes, last: bool
 ) -> bytes:
