@@ -24,7 +24,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
-class BlobRef(Struct):
+class BlobRef(Struct, frozen=True):
     """A blob by name and size. `tokens` for shards (uint8 tokens: as many as bytes)."""
 
     digest: Bytes32
@@ -32,7 +32,7 @@ class BlobRef(Struct):
     tokens: Count
 
 
-class TensorSpec(Struct):
+class TensorSpec(Struct, frozen=True):
     """One tensor of the model, in the order in which params are flattened."""
 
     name: Annotated[str, Meta(max_length=256)]
@@ -46,7 +46,7 @@ class TensorSpec(Struct):
         return n
 
 
-class ModelSpec(Struct):
+class ModelSpec(Struct, frozen=True):
     """A transformers config class by name with its arguments; never remote code."""
 
     family: Annotated[str, Meta(pattern="^llama$")]
@@ -67,13 +67,13 @@ class ModelSpec(Struct):
         return sum(t.size for t in self.tensors)
 
 
-class DataSpec(Struct):
+class DataSpec(Struct, frozen=True):
     tokenizer: Annotated[str, Meta(pattern="^bytes$")]
     shards: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=100_000)]
     evaluation: BlobRef
 
 
-class InnerSpec(Struct):
+class InnerSpec(Struct, frozen=True):
     """Inner loop (algorithm.md 2)."""
 
     inner_steps: Positive  # H
@@ -89,7 +89,7 @@ class InnerSpec(Struct):
     clip_norm: Annotated[float, Meta(gt=0)]
 
 
-class OuterSpec(Struct):
+class OuterSpec(Struct, frozen=True):
     """Outer loop (algorithm.md 4). Defaults are algorithm.md's."""
 
     mu: Fraction = 0.9
@@ -105,7 +105,7 @@ class OuterSpec(Struct):
     fragments: Annotated[int, Meta(ge=1, le=1)] = 1
 
 
-class CommitteeSpec(Struct):
+class CommitteeSpec(Struct, frozen=True):
     """Election and rotation (protocol.md 3, 4). Home-link defaults; the demo has its own timings."""
 
     genesis: Committee
@@ -118,7 +118,7 @@ class CommitteeSpec(Struct):
     voter_lease_s: Seconds = 120.0
 
 
-class Genesis(Struct):
+class Genesis(Struct, frozen=True):
     """Version 0: params by chunk digests (momentum is zero)."""
 
     params: Annotated[tuple[Bytes32, ...], Meta(min_length=1, max_length=limits.array_items_max)]
@@ -133,7 +133,7 @@ class Genesis(Struct):
         return merkle_root([Digest(c) for c in self.momentum])
 
 
-class RunSpec(Struct):
+class RunSpec(Struct, frozen=True):
     format: Positive
     math_version: Positive
     name: Annotated[str, Meta(min_length=1, max_length=limits.name_chars_max)]
@@ -157,7 +157,7 @@ class RunSpec(Struct):
         return self.inner.sequences_per_step * self.model.seq_len
 
 
-class SignedRunSpec(Struct):
+class SignedRunSpec(Struct, frozen=True):
     """The RunSpec's bytes as the owner signed them."""
 
     spec: Annotated[bytes, Meta(max_length=limits.run_spec_bytes_max)]

@@ -13,7 +13,7 @@ from p2pdiloco.wire.log import Bytes32, Count, Entry, OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, LastAck, Message, SnapshotOffer
 
 
-class VoterRecord(Struct):
+class VoterRecord(Struct, frozen=True):
     """The one durable record of a voter (protocol.md 3)."""
 
     term: Count

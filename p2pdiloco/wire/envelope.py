@@ -32,7 +32,7 @@ PROTOCOL_VERSION = 1
 DOMAIN = b"p2pdiloco/v1/envelope\0"
 
 
-class Signed(Struct):
+class Signed(Struct, frozen=True):
     """The signed part of an envelope."""
 
     version: Count
@@ -178,7 +178,12 @@ def _verify_inside(message: Message, signed: Signed, verify: Verify) -> None:
         verify_deltas(body, verify)
     elif isinstance(message, DeltaHeader):
         statement = delta_statement(
-            run, Digest(message.delta), message.fragment, message.base_version, message.sequence, message.steps
+            run,
+            Digest(message.delta),
+            message.fragment,
+            message.base_version,
+            message.sequence,
+            message.steps,
         )
         if not verify(signed.key, message.signature, statement):
             raise PeerError("BAD_SIGNATURE", "DeltaHeader")

@@ -17,7 +17,7 @@ Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Share = Annotated[float, Meta(ge=0)]
 
 
-class Committee(Struct):
+class Committee(Struct, frozen=True):
     """Who may certify the next entry. `voters`: training voters in order of admission.
 
     `witness` is NO_DIGEST while the witness has no seat.
@@ -52,7 +52,7 @@ def committee_digest(committee: Committee) -> Digest:
     return tagged_digest("committee", encode(committee))
 
 
-class Contribution(Struct):
+class Contribution(Struct, frozen=True):
     """One delta in an outer step. Floats are float32 values, declared by the aggregator."""
 
     delta: Bytes32
@@ -69,7 +69,7 @@ class Contribution(Struct):
     signature: Signature  # so a voter or follower that never saw the header can still check it
 
 
-class Refused(Struct):
+class Refused(Struct, frozen=True):
     """A delta that the log turns away for good (TOO_LATE); signed facts as in Contribution."""
 
     delta: Bytes32
@@ -82,12 +82,12 @@ class Refused(Struct):
     signature: Signature
 
 
-class Left(Struct):
+class Left(Struct, frozen=True):
     peer: Bytes32
     goodbye: Bytes32  # digest of its signed goodbye
 
 
-class Scalars(Struct):
+class Scalars(Struct, frozen=True):
     """The declared scalars of an outer step, each a float32 value (algorithm.md 4, 5)."""
 
     weight_sum: Share
@@ -97,7 +97,7 @@ class Scalars(Struct):
     eta: Share
 
 
-class OuterStep(Struct, tag="outer_step"):
+class OuterStep(Struct, frozen=True, tag="outer_step"):
     """Content of the entry that makes `version`; `clock` and `t_full` hold after it."""
 
     version: Count
@@ -113,14 +113,14 @@ class OuterStep(Struct, tag="outer_step"):
     state_root: Bytes32
 
 
-class Membership(Struct, tag="membership"):
+class Membership(Struct, frozen=True, tag="membership"):
     """Content of the entry that changes the committee."""
 
     committee: Committee
     state_root: Bytes32
 
 
-class OwnerWord(Struct):
+class OwnerWord(Struct, frozen=True):
     """What the owner signs: never an index or a previous digest, so that a word can wait for its turn.
 
     `finish` with sequence 0 and an empty signature is warranted by the RunSpec's targets instead.
@@ -137,7 +137,7 @@ class OwnerWord(Struct):
         return b"p2pdiloco/v1/owner\0" + encode(words)
 
 
-class OwnerEntry(Struct, tag="owner"):
+class OwnerEntry(Struct, frozen=True, tag="owner"):
     word: OwnerWord
     state_root: Bytes32
 
@@ -145,7 +145,7 @@ class OwnerEntry(Struct, tag="owner"):
 Content = OuterStep | Membership | OwnerEntry
 
 
-class Body(Struct):
+class Body(Struct, frozen=True):
     """No term, no author: the same content proposed again after a failover is the same body."""
 
     run: Bytes32
@@ -156,12 +156,12 @@ class Body(Struct):
     content: OuterStep | Membership | OwnerEntry
 
 
-class AckSignature(Struct):
+class AckSignature(Struct, frozen=True):
     key: Bytes32
     signature: Signature
 
 
-class Certificate(Struct):
+class Certificate(Struct, frozen=True):
     """Acks of one term from a majority of the committee that they name."""
 
     committee: Bytes32
@@ -170,7 +170,7 @@ class Certificate(Struct):
     acks: Annotated[tuple[AckSignature, ...], Meta(min_length=1, max_length=7)]
 
 
-class Entry(Struct):
+class Entry(Struct, frozen=True):
     """A certified body, as bytes so that its digest is of what came."""
 
     body: Annotated[bytes, Meta(max_length=limits.body_bytes_max)]

@@ -39,7 +39,7 @@ class Outcome(StrEnum):
     RUN_OVER = "RUN_OVER"
 
 
-class DeltaHeader(Struct):
+class DeltaHeader(Struct, frozen=True):
     """Announces a delta; signed by its sender through the envelope. Reaches a majority before the blob."""
 
     delta: Bytes32
@@ -55,20 +55,20 @@ class DeltaHeader(Struct):
     signature: Signature  # over delta_statement: what the log repeats
 
 
-class DeltaReceipt(Struct):
+class DeltaReceipt(Struct, frozen=True):
     delta: Bytes32
     outcome: Outcome
     detail: Text
     weight: Share
 
 
-class Have(Struct):
+class Have(Struct, frozen=True):
     """This voter holds these deltas, checked."""
 
     deltas: Annotated[tuple[Bytes32, ...], Meta(max_length=limits.heartbeat_have_max)]
 
 
-class Heartbeat(Struct):
+class Heartbeat(Struct, frozen=True):
     """Sent to the committee by everybody, and by voters to those they heard from."""
 
     index: Count  # certified and applied
@@ -80,14 +80,14 @@ class Heartbeat(Struct):
     willing: bool  # may be given a seat
 
 
-class Proposal(Struct):
+class Proposal(Struct, frozen=True):
     term: Count
     body: Annotated[bytes, Meta(max_length=limits.body_bytes_max)]
     last: bool
     signature: Signature  # over proposal_statement, by the envelope's sender
 
 
-class Ack(Struct):
+class Ack(Struct, frozen=True):
     committee: Bytes32
     term: Count
     index: Count
@@ -96,7 +96,7 @@ class Ack(Struct):
     signature: Signature  # over ack_statement, by the envelope's sender
 
 
-class PreVote(Struct):
+class PreVote(Struct, frozen=True):
     """Would you move to `term`? (protocol.md 4)"""
 
     committee: Bytes32
@@ -104,7 +104,7 @@ class PreVote(Struct):
     index: Count
 
 
-class PreVoteAnswer(Struct):
+class PreVoteAnswer(Struct, frozen=True):
     committee: Bytes32
     term: Count
     granted: bool
@@ -112,7 +112,7 @@ class PreVoteAnswer(Struct):
     index: Count
 
 
-class RequestVotes(Struct):
+class RequestVotes(Struct, frozen=True):
     """The aggregator of `term` asks for the votes of those who have not sent them."""
 
     committee: Bytes32
@@ -120,7 +120,7 @@ class RequestVotes(Struct):
     index: Count
 
 
-class LastAck(Struct):
+class LastAck(Struct, frozen=True):
     """A voter's last ack, with the proposal it answered, so that it can be proposed again."""
 
     term: Count
@@ -130,33 +130,33 @@ class LastAck(Struct):
     proposal_signature: Signature
 
 
-class Vote(Struct):
+class Vote(Struct, frozen=True):
     committee: Bytes32
     term: Count
     index: Count  # certified
     last_ack: LastAck | None
 
 
-class NewerTerm(Struct):
+class NewerTerm(Struct, frozen=True):
     term: Count
 
 
-class EntriesWanted(Struct):
+class EntriesWanted(Struct, frozen=True):
     first: Count
 
 
-class Entries(Struct):
+class Entries(Struct, frozen=True):
     """Certified entries in a row, the first at the index that its body names; `head` is the sender's."""
 
     entries: Annotated[tuple[Entry, ...], Meta(max_length=limits.entries_per_message_max)]
     head: Count
 
 
-class SnapshotWanted(Struct):
+class SnapshotWanted(Struct, frozen=True):
     pass
 
 
-class SnapshotOffer(Struct):
+class SnapshotOffer(Struct, frozen=True):
     """A snapshot that the sender serves: it hashes to the state root of the certified entry at `index`."""
 
     index: Count
@@ -165,11 +165,11 @@ class SnapshotOffer(Struct):
     rules: Annotated[bytes, Meta(max_length=limits.message_bytes_max)]  # encoded rules state
 
 
-class Goodbye(Struct):
+class Goodbye(Struct, frozen=True):
     reason: Text
 
 
-class PeerRecord(Struct):
+class PeerRecord(Struct, frozen=True):
     """How to reach a peer, signed by itself through the envelope: IP literals only."""
 
     hosts: Annotated[tuple[Annotated[str, Meta(max_length=45)], ...], Meta(max_length=4)]
@@ -179,13 +179,13 @@ class PeerRecord(Struct):
     issued: Count  # a counter of the sender; the higher one holds
 
 
-class Peers(Struct):
+class Peers(Struct, frozen=True):
     """Peer records passed on as the envelopes that their owners signed."""
 
     records: Annotated[tuple[Annotated[bytes, Meta(max_length=1024)], ...], Meta(max_length=256)]
 
 
-class NodeReport(Struct):
+class NodeReport(Struct, frozen=True):
     """What a node says of itself, for the page. Never enters a weight."""
 
     state: Annotated[str, Meta(max_length=16)]  # joining, syncing, training, waiting, paused, leaving
@@ -203,7 +203,7 @@ class NodeReport(Struct):
     build: Annotated[str, Meta(max_length=32)]
 
 
-class EvalReport(Struct):
+class EvalReport(Struct, frozen=True):
     """Held-out loss of a certified state, by the node chosen for that version."""
 
     version: Count
@@ -212,7 +212,7 @@ class EvalReport(Struct):
     tokens: Count
 
 
-class Announce(Struct):
+class Announce(Struct, frozen=True):
     """A node tells the tracker that it is there (BitTorrent's word)."""
 
     record: Annotated[bytes, Meta(max_length=1024)]  # envelope of a PeerRecord
@@ -220,7 +220,7 @@ class Announce(Struct):
     clock_unix_s: Share  # only to tell the owner of a wrong clock
 
 
-class OwnerWordMessage(Struct):
+class OwnerWordMessage(Struct, frozen=True):
     """The owner's signed word, carried to the committee by anybody."""
 
     word: OwnerWord
