@@ -5,7 +5,8 @@ durable: written before said. Orders that start long work say which event ends i
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+
+import msgspec
 
 from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.wire.codec import Struct
@@ -32,33 +33,33 @@ class Settled(StrEnum):
     TOO_LATE = "TOO_LATE"  # remove, progress kept; content dropped
 
 
-class SaveRecord(NamedTuple):
+class SaveRecord(msgspec.Struct, frozen=True):
     """Make the voter's record durable before anything that follows."""
 
     record: VoterRecord
 
 
-class SaveEntries(NamedTuple):
+class SaveEntries(msgspec.Struct, frozen=True):
     """Append certified entries to the log file, durable before anything that follows."""
 
     entries: tuple[Entry, ...]
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True):
     """Seal and send. Loss is nobody's fault; the rules say everything again that matters."""
 
     peer: PeerId
     message: Message
 
 
-class RememberPeer(NamedTuple):
+class RememberPeer(msgspec.Struct, frozen=True):
     """A verified peer record (its envelope): keep it in the address book."""
 
     peer: PeerId
     sealed: bytes
 
 
-class UploadDelta(NamedTuple):
+class UploadDelta(msgspec.Struct, frozen=True):
     """Put the blob of an own delta to a voter. Ends in DeltaUploaded or DeltaNotUploaded."""
 
     peer: PeerId
@@ -66,7 +67,7 @@ class UploadDelta(NamedTuple):
     size: int
 
 
-class FetchDelta(NamedTuple):
+class FetchDelta(msgspec.Struct, frozen=True):
     """Get a listed or announced delta from one of `donors` (tried in order, resumable), check it.
 
     Ends in DeltaArrived or DeltaNotFetched.
@@ -78,26 +79,26 @@ class FetchDelta(NamedTuple):
     donors: tuple[PeerId, ...]
 
 
-class AllowDelta(NamedTuple):
+class AllowDelta(msgspec.Struct, frozen=True):
     """The header is noted: `sender` may put this blob here. Ends in DeltaArrived when it did."""
 
     header: DeltaHeader
     sender: PeerId
 
 
-class RevealDelta(NamedTuple):
+class RevealDelta(msgspec.Struct, frozen=True):
     """A majority of voters has the header: the blob may be served to anyone (commit before reveal)."""
 
     delta: Digest
 
 
-class DropDelta(NamedTuple):
+class DropDelta(msgspec.Struct, frozen=True):
     """No longer needed by the rules (the archive may keep it)."""
 
     delta: Digest
 
 
-class PrepareOuterStep(NamedTuple):
+class PrepareOuterStep(msgspec.Struct, frozen=True):
     """Compute this step on the certified state at `base_index`; keep the arrays under `ticket`.
 
     Ends in OuterStepPrepared or OuterStepNotPrepared. Only the declared scalars, weights and clips of
@@ -109,7 +110,7 @@ class PrepareOuterStep(NamedTuple):
     step: OuterStep
 
 
-class InstallEntry(NamedTuple):
+class InstallEntry(msgspec.Struct, frozen=True):
     """The entry at `index` is certified: make it the state.
 
     `ticket` names the prepared arrays for an outer step and is None for the other kinds, which leave the
@@ -123,14 +124,14 @@ class InstallEntry(NamedTuple):
     step: OuterStep | None
 
 
-class TakeSnapshot(NamedTuple):
+class TakeSnapshot(msgspec.Struct, frozen=True):
     """Write the state at `index` as a snapshot, in the background. Ends in SnapshotTaken."""
 
     index: int
     version: int
 
 
-class FetchSnapshot(NamedTuple):
+class FetchSnapshot(msgspec.Struct, frozen=True):
     """Fetch the chunks from `donors`, verify, install as state. Ends in SnapshotFetched or -NotFetched."""
 
     offer: SnapshotOffer
@@ -138,14 +139,14 @@ class FetchSnapshot(NamedTuple):
     donors: tuple[PeerId, ...]
 
 
-class SettleDelta(NamedTuple):
-    """An own delta is settled: adjust in flight and error feedback. Comes before the AdoptState it affects."""
+class SettleDelta(msgspec.Struct, frozen=True):
+    """An own delta is settled: adjust in flight and error feedback. Comes before its AdoptState."""
 
     delta: Digest
     how: Settled
 
 
-class AdoptState(NamedTuple):
+class AdoptState(msgspec.Struct, frozen=True):
     """Give the trainer the certified state: anchor <- G - sum(in_flight) (algorithm.md 3).
 
     `reset`: theta <- anchor <- G, progress and in flight discarded, moments warmed up (long absence).
@@ -156,14 +157,14 @@ class AdoptState(NamedTuple):
     reset: bool
 
 
-class AllowPasses(NamedTuple):
-    """How many more deltas the trainer may finish before it prolongs its pass, and why not (algorithm.md 3)."""
+class AllowPasses(msgspec.Struct, frozen=True):
+    """Deltas the trainer may finish before it prolongs its pass; why no more (algorithm.md 3)."""
 
     allowed: int
     why: str
 
 
-class EvaluateState(NamedTuple):
+class EvaluateState(msgspec.Struct, frozen=True):
     """This node is chosen to evaluate the certified state just installed; reports to the tracker."""
 
     version: int
@@ -171,20 +172,20 @@ class EvaluateState(NamedTuple):
     state_root: Digest
 
 
-class Say(NamedTuple):
+class Say(msgspec.Struct, frozen=True):
     """Something a person may want to know: for log and page. `kind` is a word, `text` one sentence."""
 
     kind: str
     text: str
 
 
-class RunEnded(NamedTuple):
+class RunEnded(msgspec.Struct, frozen=True):
     """The certified `finish` entry is installed: stop training, keep the model."""
 
     version: int
 
 
-class LeaveDone(NamedTuple):
+class LeaveDone(msgspec.Struct, frozen=True):
     """The goodbye is said and the seat handed over as far as possible: the process may end."""
 
 

@@ -17,7 +17,17 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, PeerId, RunId, peer_id_of
 from p2pdiloco.wire.codec import Struct, decode, encode
-from p2pdiloco.wire.log import Body, Bytes32, Count, Entry, OuterStep, body_digest, open_body
+from p2pdiloco.wire.log import (
+    Body,
+    Bytes32,
+    Contribution,
+    Count,
+    Entry,
+    OuterStep,
+    Refused,
+    body_digest,
+    open_body,
+)
 from p2pdiloco.wire.messages import KINDS, Ack, DeltaHeader, Entries, Message, Proposal, Vote
 from p2pdiloco.wire.signing import (
     SIGNATURE_BYTES,
@@ -140,7 +150,8 @@ def verify_deltas(body: Body, verify: Verify) -> None:
         return
     run = RunId(body.run)
     step = body.content
-    for named in (*step.contributions, *step.refused):
+    named_deltas: list[Contribution | Refused] = [*step.contributions, *step.refused]
+    for named in named_deltas:
         statement = delta_statement(
             run, Digest(named.delta), step.fragment, named.base_version, named.sequence, named.steps
         )
