@@ -1,0 +1,114 @@
+# Everyday commands. Each one sets up what it needs: a bare machine with Python 3.11 or newer is enough.
+#
+#   make demo     one tracker and three nodes train a model on this machine (ends by itself)
+#   make test     every everyday test
+#   make help     the rest
+#
+# Variables: PYTHON (interpreter to build .venv from), TORCH_SPEC (which torch to install; empty takes the
+# newest), DEMO_ARGS (flags for `p2pdiloco demo`), JOBS (parallel test processes). pip's own settings,
+# PIP_CONSTRAINT among them, are honoured.
+
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+DEMO_ARGS ?=
+
+# Without an NVIDIA driver a CUDA build of torch is 3 to 5 GB of nothing. An exact version takes the small CPU
+# build wherever the index in use offers one; a range never does.
+HAS_NVIDIA := $(shell { nvidia-smi -L >/dev/null 2>&1 || test -e /proc/driver/nvidia/version; } && echo yes)
+ifeq ($(HAS_NVIDIA),yes)
+TORCH_SPEC ?=
+else
+TORCH_SPEC ?= torch==2.13.0
+endif
+
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test lint rules unit sim e2e format bench simulate-long clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo           one tracker and three nodes train a model on this machine"
+	@echo "make test           every everyday test (lint, types, rules, unit, contracts, simulation, end to end)"
+	@echo "make lint           ruff and mypy only"
+	@echo "make unit           rules, unit and contract tests only"
+	@echo "make sim            simulated swarms only"
+	@echo "make e2e            tests with real processes only, one after the other"
+	@echo "make format         let ruff format and mend the code"
+	@echo "make bench          codec and outer-step speed on this machine (about a minute)"
+	@echo "make simulate-long  20,000 simulated swarms (hours)"
+	@echo "make clean          remove .venv and caches"
+
+demo: $(VENV)/.node-installed
+	$(BIN)/p2pdiloco demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev-installed
+	@echo "==> 1/4 lint and types"
+	@$(MAKE) --no-print-directory lint
+	@echo "==> 2/4 rules, unit and contract tests ($(JOBS) processes)"
+	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/rules tests/unit tests/contracts
+	@echo "==> 3/4 simulated swarms ($(JOBS) processes)"
+	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/sim
+	@echo "==> 4/4 real processes and timed tests, one at a time; the demo with faults is the last and longest"
+	$(PYTEST) -m "e2e or timed" tests
+
+lint: $(VENV)/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev-installed
+	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/rules tests/unit tests/contracts
+
+sim: $(VENV)/.dev-installed
+	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/sim
+
+e2e: $(VENV)/.dev-installed
+	$(PYTEST) -m "e2e or timed" tests
+
+format: $(VENV)/.dev-installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev-installed
+	$(BIN)/python tests/bench/codecs.py
+
+simulate-long: $(VENV)/.dev-installed
+	$(BIN)/p2pdiloco simulate --seeds 1..20000
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+# Set-up. The stamps are newer than pyproject.toml when the environment matches it.
+
+$(BIN)/python:
+	@echo "[set-up] looking for Python 3.11 or newer"
+	@set -eu; \
+	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python); do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	    found="$$python"; \
+	    if "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then \
+	      echo "[set-up] $$("$$python" --version) ($$(command -v "$$python")) makes $(VENV)"; \
+	      exec "$$python" -m venv --clear $(VENV); \
+	    fi; \
+	  fi; \
+	done; \
+	if [ -n "$${found:-}" ]; then \
+	  echo "[set-up] $$found is new enough but lacks the venv module. On Debian and Ubuntu: apt install python3-venv" >&2; \
+	else \
+	  echo "[set-up] no Python 3.11 or newer found (python3 is $$(python3 --version 2>&1 || true))." >&2; \
+	  echo "[set-up] Install one, or name it: make PYTHON=/path/to/python3.12 <target>" >&2; \
+	fi; \
+	exit 1
+
+$(VENV)/.node-installed: pyproject.toml | $(BIN)/python
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	@echo "[set-up] installing p2pdiloco[node] $(if $(TORCH_SPEC),with $(TORCH_SPEC),with the newest torch) (a few minutes the first time)"
+	$(BIN)/python -m pip install --no-input --disable-pip-version-check -e '.[node]' $(if $(TORCH_SPEC),'$(TORCH_SPEC)')
+	@touch $@
+
+$(VENV)/.dev-installed: pyproject.toml | $(BIN)/python
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	@echo "[set-up] installing p2pdiloco[node,dev] $(if $(TORCH_SPEC),with $(TORCH_SPEC),with the newest torch) (a few minutes the first time)"
+	$(BIN)/python -m pip install --no-input --disable-pip-version-check -e '.[node,dev]' $(if $(TORCH_SPEC),'$(TORCH_SPEC)')
+	@touch $@ $(VENV)/.node-installed

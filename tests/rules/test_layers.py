@@ -1,0 +1,179 @@
+"""Imports go down only, pure modules stay pure, and the message says what to do instead."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+# Lower layers first; a module may import from lower layers and from its own group, nothing else.
+# One string is one group: names separated by blanks may import each other.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("p2pdiloco.errors", "p2pdiloco.ids", "p2pdiloco.limits"),
+    ("p2pdiloco.wire",),
+    ("p2pdiloco.run_spec",),
+    ("p2pdiloco.rules",),
+    ("p2pdiloco.protocol", "p2pdiloco.diloco"),
+    ("p2pdiloco.status",),
+    ("p2pdiloco.sim",),
+    ("p2pdiloco_node.ports", "p2pdiloco_node.config"),
+    (
+        "p2pdiloco_node.transport",
+        "p2pdiloco_node.status_page",
+        "p2pdiloco_node.storage",
+        "p2pdiloco_node.training",
+        "p2pdiloco_node.telemetry",
+    ),
+)
+
+INSTEAD = {
+    "asyncio": "return an action and let node/p2pdiloco_node/driver.py do the waiting",
+    "aiohttp": "the network belongs in node/p2pdiloco_node/transport/",
+    "torch": "torch lives in the trainer process, node/p2pdiloco_node/training/worker.py",
+    "transformers": "models live in the trainer process, node/p2pdiloco_node/training/models.py",
+    "time": "take `now` (seconds, monotonic) as an argument",
+    "datetime": "take `now` (seconds, monotonic) as an argument; wall clocks decide nothing",
+    "random": "take a generator or `rng: Callable[[], float]` as an argument",
+    "secrets": "take the random bytes as an argument",
+    "os": "the world belongs in node/p2pdiloco_node/",
+    "pathlib": "files belong in node/p2pdiloco_node/storage/",
+    "socket": "the network belongs in node/p2pdiloco_node/transport/",
+    "logging": "return a `Say` action; the driver writes the log",
+    "threading": "return an action and let the driver run it in a thread",
+    "subprocess": "processes belong in node/p2pdiloco_node/training/supervisor.py",
+    "numpy": "rules use plain numbers; arrays belong in p2pdiloco/diloco/",
+}
+NUMERIC = ("p2pdiloco.diloco", "p2pdiloco.sim")  # these two may use numpy
+TRAINER_ONLY = ("torch", "transformers")
+# The trainer process: the only modules that may import torch.
+TRAINER = (
+    "p2pdiloco_node.training.worker",
+    "p2pdiloco_node.training.models",
+    "p2pdiloco_node.training.inner_loop",
+    "p2pdiloco_node.training.genesis",
+)
+ADAPTERS = LAYERS[-1]
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    parts = parts[1:] if parts[0] == "node" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str, package: str) -> list[tuple[int, str]]:
+    """(line, absolute dotted name) of every import, wherever it stands."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(package.split(".")[: -(node.level - 1) or None] + ([base] if base else []))
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
+
+
+def within(name: str, group: str) -> bool:
+    return name == group or name.startswith(group + ".")
+
+
+def layer_of(name: str) -> tuple[int, str] | None:
+    for level, groups in enumerate(LAYERS):
+        for group in groups:
+            if within(name, group):
+                return level, group
+    return None
+
+
+def purity_faults(name: str, source: str) -> list[str]:
+    """What a module of `p2pdiloco` imports although it is pure."""
+    faults = []
+    for line, imported in imports(source, name.rpartition(".")[0]):
+        top = imported.partition(".")[0]
+        numeric = top == "numpy" and any(within(name, group) for group in NUMERIC)
+        if top == "p2pdiloco_node":
+            faults.append(f"{name}:{line} imports {imported}: p2pdiloco never imports what runs it")
+        elif top in INSTEAD and not numeric:
+            faults.append(f"{name}:{line} imports {top}: {INSTEAD[top]}")
+    return faults
+
+
+def layer_faults(name: str, source: str) -> list[str]:
+    """Imports that go up, or sideways into a neighbour."""
+    own = layer_of(name)
+    if own is None:
+        return []
+    faults = []
+    for line, imported in imports(source, name.rpartition(".")[0]):
+        other = layer_of(imported)
+        if other is None and imported.startswith("p2pdiloco_node."):
+            faults.append(
+                f"{name}:{line} imports {imported}, which stands above it: pass it in as an argument"
+            )
+        elif other is not None and other[1] != own[1] and other[0] > own[0]:
+            faults.append(
+                f"{name}:{line} imports {imported}, which stands above it: move the shared part down"
+            )
+        elif other is not None and other[1] != own[1] and other[0] == own[0] and own[0] >= 4:
+            faults.append(f"{name}:{line} imports its neighbour {imported}: pass in what it needs")
+    return faults
+
+
+def trainer_faults(name: str, source: str) -> list[str]:
+    """torch outside the trainer process."""
+    if name in TRAINER:
+        return []
+    return [
+        f"{name}:{line} imports {imported}: {INSTEAD[imported.partition('.')[0]]}"
+        for line, imported in imports(source, name.rpartition(".")[0])
+        if imported.partition(".")[0] in TRAINER_ONLY
+    ]
+
+
+def test_pure_modules_touch_nothing(root: Path, sources: list[Path]) -> None:
+    pure = [path for path in sources if path.parts[0] == "p2pdiloco"]
+    assert len(pure) > 10
+    faults = [fault for path in pure for fault in purity_faults(module_name(path), (root / path).read_text())]
+    assert not faults, "\n".join(faults)
+
+
+def test_imports_go_down_only(root: Path, sources: list[Path]) -> None:
+    faults = [
+        fault for path in sources for fault in layer_faults(module_name(path), (root / path).read_text())
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_only_the_trainer_process_imports_torch(root: Path, sources: list[Path]) -> None:
+    faults = [
+        fault for path in sources for fault in trainer_faults(module_name(path), (root / path).read_text())
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "source", "message"),
+    [
+        (purity_faults, "p2pdiloco.rules.x", "import time", "take `now`"),
+        (purity_faults, "p2pdiloco.rules.x", "def f():\n    from os import path", "the world belongs in"),
+        (purity_faults, "p2pdiloco.protocol.x", "import numpy as np", "arrays belong in"),
+        (purity_faults, "p2pdiloco.sim.x", "from p2pdiloco_node import ports", "never imports what runs it"),
+        (layer_faults, "p2pdiloco.protocol.x", "from p2pdiloco.diloco import merge", "neighbour"),
+        (layer_faults, "p2pdiloco.diloco.x", "import p2pdiloco.protocol.node", "neighbour"),
+        (layer_faults, "p2pdiloco.wire.x", "from p2pdiloco.rules import state", "stands above"),
+        (layer_faults, "p2pdiloco_node.storage.x", "from p2pdiloco_node.transport import y", "neighbour"),
+        (layer_faults, "p2pdiloco_node.training.x", "from p2pdiloco_node.daemon import y", "stands above"),
+        (trainer_faults, "p2pdiloco_node.daemon", "import torch.nn", "trainer process"),
+    ],
+)
+def test_the_checks_find_what_they_are_for(check, name: str, source: str, message: str) -> None:  # type: ignore[no-untyped-def]
+    assert any(message in fault for fault in check(name, source))
+
+
+def test_the_checks_let_honest_imports_pass() -> None:
+    assert purity_faults("p2pdiloco.diloco.x", "import numpy as np\nimport math") == []
+    assert layer_faults("p2pdiloco.rules.x", "from p2pdiloco.wire.log import Body") == []
+    assert layer_faults("p2pdiloco_node.storage.x", "from p2pdiloco_node.storage.files import y") == []
