@@ -53,3 +53,42 @@ announce_interval_s = 30.0  # ordinary runs; local runs announce every 2 s
 announce_expiry_intervals = 4.0  # silent for longer: offline
 history_rows_max = 200_000  # rows of history kept by the tracker's database
 reports_per_peer_per_minute_max = 60
+
+# One node's process
+flight_recorder_bytes_max = 16 * MIB  # the last minutes of events, written down at a crash
+events_waiting_max = 4096  # undigested messages before the server answers 503
+loop_lag_s_max = 0.5  # the event loop was held up for longer: said once a minute
+shutdown_s_max = 4.0  # from SIGTERM to the end of the process, with a second to spare (scenario E4)
+run_over_linger_s = 8.0  # after the last entry a node serves the others for so long before it leaves
+
+# Storage of one run on one machine
+delta_store_bytes_max = 64 * 1024 * MIB  # deltas kept, parts of unfinished ones included
+shard_store_bytes_max = 64 * 1024 * MIB  # training and evaluation shards
+snapshot_store_bytes_max = 64 * 1024 * MIB  # chunks: `snapshots_kept` snapshots and one in the making
+blob_part_age_s_max = 86400.0  # an unfinished blob older than this is removed at start
+blob_parts_open_max = 64  # unfinished blobs with a file open
+log_frame_bytes_max = message_bytes_max  # one entry in the log file
+state_write_share = 0.1  # share of time spent on writing state files; deltas replay the rest
+state_write_versions_max = 8  # outer steps between two state files at most: bounds the replay at start
+prepared_steps_max = 2  # candidate outer steps held as arrays
+
+# Traffic between peers
+messages_per_peer_per_s = 20.0  # of one kind from one sender; heartbeats of the demo are 2 a second
+messages_per_peer_burst = 100  # a committee that catches up says much at once
+messages_per_address_per_s = 400.0  # before any signature is checked; a household shares an address
+messages_per_address_burst = 2000
+heavy_messages_per_peer_per_s = 4.0  # kinds whose signatures cost a millisecond or more
+heavy_messages_per_peer_burst = 32
+rate_buckets_max = 8192  # remembered senders; the longest idle is forgotten first
+strikes_max = 40  # faults before a peer or an address is refused for `strike_ban_s`
+strike_forgiven_s = 15.0  # one strike is forgiven after this time
+strike_ban_s = 60.0
+send_queue_max = 64  # messages waiting for one peer; the oldest is dropped
+send_backoff_s_max = 5.0  # pause after failures in a row
+connect_timeout_s = 4.0
+head_bytes_max = 8 * KIB  # one line or field of an HTTP head
+error_bytes_max = 16 * KIB  # what is read of an answer that says no
+fetch_rounds_max = 3  # times that all donors are asked before a fetch fails
+retry_after_s_max = 10.0  # longest pause that another machine may ask for
+upload_tries_max = 3  # offsets tried in one upload before the rules offer it again
+io_bytes = 256 * KIB  # one read or write of a blob's body

@@ -7,6 +7,7 @@ event loop. They may raise OperatorError (disk full, damaged file) or TransportE
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,24 +17,42 @@ import numpy.typing as npt
 from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.protocol.actions import Settled, VoterRecord
 from p2pdiloco.wire.log import Entry, OuterStep
-from p2pdiloco.wire.messages import DeltaHeader, Message, Outcome, SnapshotOffer
+from p2pdiloco.wire.messages import DeltaHeader, Message, Outcome, PeerRecord, SnapshotOffer
 
 Array = npt.NDArray[np.float32]
 
 
+class Purpose(StrEnum):
+    """What a blob is for: its budget on disk, and whether it may be served before it is revealed."""
+
+    DELTA = "delta"  # served once revealed (commit before reveal)
+    SHARD = "shard"
+    SNAPSHOT = "snapshot"
+
+
 class BlobStore(Protocol):
-    """Bytes on disk by digest. A blob is either whole and verified, or a resumable part, never between."""
+    """Bytes on disk by digest. A blob is either whole and verified, or a resumable part, never between.
+
+    Raises OperatorError (disk full, store at its limit) and TransportError (not here, or another writer
+    is ahead with this part). Safe to use from several threads.
+    """
 
     def has(self, digest: Digest) -> bool: ...
     def size(self, digest: Digest) -> int | None: ...
     def read(self, digest: Digest) -> bytes: ...
     def path(self, digest: Digest) -> Path | None: ...
-    def put(self, digest: Digest, data: bytes) -> None: ...
+    def purpose(self, digest: Digest) -> Purpose | None: ...
+    def put(self, digest: Digest, data: bytes, purpose: Purpose = Purpose.DELTA) -> None: ...
     def part_size(self, digest: Digest) -> int:
         """Bytes of an unfinished blob that are already here."""
         ...
 
-    def append_part(self, digest: Digest, offset: int, data: bytes, size: int) -> None: ...
+    def append_part(
+        self, digest: Digest, offset: int, data: bytes, size: int, purpose: Purpose = Purpose.DELTA
+    ) -> None:
+        """`size`: of the whole blob. `offset` is the part's size, or the call fails."""
+        ...
+
     def finish_part(self, digest: Digest) -> bool:
         """Hash the part; True and it is a blob, or False and it is gone."""
         ...
@@ -94,12 +113,27 @@ class Contributor(Protocol):
     def in_flight(self) -> list[DeltaHeader]: ...
 
 
+class AddressBook(Protocol):
+    """Verified peer records. `get` is a look-up in memory."""
+
+    def get(self, peer: PeerId) -> PeerRecord | None: ...
+    def remember(self, sealed: bytes) -> PeerRecord | None:
+        """Open, verify and keep; None where a newer one is known. Raises PeerError."""
+        ...
+
+    def flush(self) -> None:
+        """Make what changed durable."""
+        ...
+
+
 class Transport(Protocol):
     """Messages and blobs to and from peers."""
 
     async def send(self, peer: PeerId, message: Message) -> None: ...
     async def upload(self, peer: PeerId, delta: Digest, size: int) -> None: ...
-    async def fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId]) -> None:
+    async def fetch(
+        self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose = Purpose.DELTA
+    ) -> None:
         """Into the blob store, resumable over several donors. Raises TransportError when none gave it."""
         ...
 
