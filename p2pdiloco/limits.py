@@ -36,6 +36,14 @@ peers_max = 1024  # peers a node remembers
 fanout = 3  # peers to which a receiver forwards a new certified entry
 heartbeat_have_max = 64  # digests repeated in a heartbeat to mend lost HAVEs
 
+# Rules state (bounded, so that a snapshot's third part fits in one message)
+recent_entries_max = 64  # outer-step entries in which T_full may look back (algorithm.md 1)
+recent_entries_min = 4  # and at least so many
+norm_entries_max = 16  # outer-step entries whose norms help the clip (algorithm.md 4)
+clocks_kept_max = 1024  # versions; 17 rounds at 4 to 32 versions a round are 68 to 544
+revoked_max = 512  # peers an owner may revoke
+trust_decay_shift = 10  # trust loses 1/1024 per outer step: half after 710
+
 # HTTP
 connections_max = 512
 connections_per_address_max = 64  # a household or a small cluster behind one address
@@ -92,3 +100,21 @@ fetch_rounds_max = 3  # times that all donors are asked before a fetch fails
 retry_after_s_max = 10.0  # longest pause that another machine may ask for
 upload_tries_max = 3  # offsets tried in one upload before the rules offer it again
 io_bytes = 256 * KIB  # one read or write of a blob's body
+announce_interval_local_s = 2.0  # local runs live for minutes; a page that lags 30 s would be useless
+announce_peers_max = 64  # peer records in one reply: enough to join from, small enough for 300 replies/s
+announce_keys_per_address_max = 64  # a household or a small cluster; fresh keys are free, addresses are not
+offline_row_kept_s = 24 * 3600.0  # an offline node stays on the page this long
+clock_offset_s_max = 15.0  # a node whose clock is further off is told so; nothing else depends on it
+
+# Public page
+text_chars_max = 120  # a sentence from a node on the page
+events_kept = 200  # in memory and JSON; the database keeps history_rows_max
+events_shown = 20  # on the page
+rounds_shown = 12  # the last outer steps on the page
+points_kept = 8192  # versions in memory for the curve; older ones are thinned beyond it
+chart_points_max = 300  # points in one drawn curve and in the JSON: a pixel or two each
+page_nodes_max = 200  # rows in the table; the JSON has all of them
+metric_nodes_max = 256  # nodes with series of their own in /metrics
+page_interval_s = 1.0  # one snapshot per this time for all readers together
+stream_write_s_max = 10.0  # a reader that takes nothing for longer is dropped
+data_age_s_max = 15.0  # older than this and the page is greyed
