@@ -43,6 +43,7 @@ norm_entries_max = 16  # outer-step entries whose norms help the clip (algorithm
 clocks_kept_max = 1024  # versions; 17 rounds at 4 to 32 versions a round are 68 to 544
 revoked_max = 512  # peers an owner may revoke
 trust_decay_shift = 10  # trust loses 1/1024 per outer step: half after 710
+spreads_kept_max = 64  # arrivals remembered by the grace window (rules/closing.py)
 
 # HTTP
 connections_max = 512

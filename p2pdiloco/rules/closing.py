@@ -1,0 +1,131 @@
+"""When the aggregator closes an outer step: policy `quorum` (algorithm.md 4).
+
+Its own judgement, on its own clock; voters check what is in an entry, not when it was closed. What is late
+enters the next one, so closing early costs a little staleness and closing late costs everybody's time.
+Seconds here are of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from p2pdiloco import limits
+from p2pdiloco.ids import PeerId
+from p2pdiloco.rules.full_round import effective_nodes
+from p2pdiloco.run_spec import RunSpec
+
+
+class Arrival(NamedTuple):
+    """The delta of one peer that may be listed now: its capped tokens, when it arrived, trust."""
+
+    peer: PeerId
+    tokens: int
+    at: float
+    trusted: bool
+
+
+class ClosingView(NamedTuple):
+    """What the decision is taken from.
+
+    `live`: each admitted peer heard from within two passes, with its latest tokens in T_full, 0 where it has
+    none yet (`full_round.latest_tokens`). `trusted`: those of them that the log trusts. `spreads`: seconds,
+    from `after_closing`.
+    """
+
+    last_step_at: float  # when the last outer step was certified, or the run was joined
+    first_step: bool  # no outer step is certified yet
+    arrivals: Sequence[Arrival]  # at most one per peer
+    live: Mapping[PeerId, int]
+    trusted: frozenset[PeerId]
+    spreads: Sequence[float]
+
+
+class Decision(NamedTuple):
+    """Close now or not, why (for log and page), and when to ask again at the latest (None: on news)."""
+
+    close: bool
+    reason: str
+    wake_at: float | None
+
+
+def decide_closing(view: ClosingView, spec: RunSpec, *, now: float) -> Decision:
+    """Whether to close the outer step now.
+
+    - nobody delivered: never
+    - every live node delivered, or 32 deltas are here: at once, for there is nobody to wait for
+    - a quorum of tokens by trusted contributors, or every live trusted node: after a grace window
+    - at the deadline, with whoever is there
+    """
+    if not view.arrivals:
+        return Decision(False, "no delta yet", None)
+    here = {a.peer for a in view.arrivals}
+    if len(view.arrivals) >= limits.contributions_max:
+        return Decision(True, f"{limits.contributions_max} deltas are here", None)
+    if here >= view.live.keys():
+        return Decision(True, f"all {len(here)} live nodes delivered", None)
+    deadline = view.last_step_at + spec.outer.deadline_passes * spec.inner.pass_s
+    if now >= deadline:
+        return Decision(True, f"deadline, {len(here)} of {len(here | view.live.keys())} delivered", None)
+    if view.first_step:
+        # T_full is not known yet, so there is no share to measure: everybody, or the deadline.
+        return Decision(False, f"first outer step: {len(here)} of {len(view.live)} delivered", deadline)
+    reached, why, at = _quorum(view)
+    if not reached:
+        return Decision(False, why, deadline)
+    # The window starts when the quorum was complete, not at every look.
+    until = min(deadline, at + grace_s(view.spreads, spec.inner.pass_s))
+    if now >= until:
+        return Decision(True, why, None)
+    return Decision(False, f"{why}; grace for the others", until)
+
+
+def grace_s(spreads: Sequence[float], pass_s: float) -> float:
+    """Seconds to wait for the rest after a quorum: median + 3 MAD of recent spreads.
+
+    At most half a pass, which is what a node that just missed it loses by waiting for the next one; half a
+    pass also while nothing is known.
+    """
+    if not spreads:
+        return pass_s / 2
+    middle = median(spreads)
+    mad = median(abs(s - middle) for s in spreads)
+    return min(pass_s / 2, max(0.0, middle + 3 * mad))
+
+
+def after_closing(
+    spreads: Sequence[float], arrivals: Sequence[Arrival], late: Sequence[float], *, pass_s: float
+) -> tuple[float, ...]:
+    """The spread history after an outer step: how long after the first delta each one came, seconds.
+
+    `arrivals` were listed; `late` are arrival times of deltas that came after the step was closed, up to
+    half a pass later and from peers that were not in it: without them the window could only ever shrink.
+    What is further apart belongs to another round and is left out.
+    """
+    if not arrivals:
+        return tuple(spreads)
+    first = min(a.at for a in arrivals)
+    apart = sorted(at - first for at in [*(a.at for a in arrivals), *late])
+    # The first one is the origin, not an observation.
+    new = [s for s in apart[1:] if s <= pass_s]
+    return (*spreads, *new)[-limits.spreads_kept_max :]
+
+
+def _quorum(view: ClosingView) -> tuple[bool, str, float]:
+    """Whether enough is here, in words, and since when (seconds)."""
+    trusted_here = sorted((a for a in view.arrivals if a.trusted), key=lambda a: a.at)
+    if not trusted_here:
+        return False, "no trusted contributor yet", 0.0
+    share = 0.75 if effective_nodes(view.live) >= 16 else 0.25
+    needed = share * sum(view.live.values())
+    waiting = set(view.trusted & view.live.keys())
+    held = 0
+    for a in trusted_here:
+        held += a.tokens
+        waiting.discard(a.peer)
+        if held >= needed:
+            return True, f"{share:.0%} of a full round's tokens are here", a.at
+        if not waiting:
+            return True, f"all {len(trusted_here)} trusted live nodes delivered", a.at
+    return False, f"{held} of {needed:.0f} tokens that make a quorum", 0.0
