@@ -1,0 +1,345 @@
+"""The driver: order, exactly one event for each long work, and what happens when things fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.ids import Digest, PeerId
+from p2pdiloco.protocol import actions as do
+from p2pdiloco.protocol import events as fact
+from p2pdiloco.protocol.actions import Action, Settled, VoterRecord
+from p2pdiloco.protocol.events import Event
+from p2pdiloco.wire.log import Entry, OuterStep
+from p2pdiloco.wire.messages import DeltaHeader, Goodbye, Message, Outcome, SnapshotOffer
+from p2pdiloco_node.driver import Driver, Ports
+from p2pdiloco_node.flight_recorder import FlightRecorder, read_flight
+from p2pdiloco_node.ports import Array, CheckedDelta, Purpose, Roots
+
+PEER = PeerId(b"p" * 32)
+DELTA = Digest(b"d" * 32)
+RECORD = VoterRecord(3, 0, bytes(32), None)
+HEADER = DeltaHeader(DELTA, 10, "int4", 0, 0, 1, 5, 0, 5, 1.0, bytes(64))
+OFFER = SnapshotOffer(4, (b"a" * 32, b"b" * 32), (b"b" * 32,), b"rules")
+
+
+class World:
+    """Every port in one: writes down what was asked of it, in order, and holds what a test holds."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.fail: dict[str, Exception] = {}
+        self.hold: dict[str, threading.Event] = {}
+        self.blobs: set[Digest] = set()
+
+    def _do(self, what: str) -> None:
+        if what in self.hold:
+            assert self.hold[what].wait(5)
+        if what in self.fail:
+            raise self.fail[what]
+        self.done.append(what)
+
+    # Journal
+    def save_record(self, record: VoterRecord) -> None:
+        self._do(f"record {record.term}")
+
+    def load_record(self) -> VoterRecord | None:
+        return None
+
+    def append_entries(self, entries: Sequence[Entry]) -> None:
+        self._do(f"entries {len(entries)}")
+
+    def load_entries(self) -> list[Entry]:
+        return []
+
+    def next_boot(self) -> int:
+        return 1
+
+    # StateKeeper
+    def params(self) -> Array:
+        self._do("params")
+        return np.zeros(3, np.float32)
+
+    def check_delta(self, header: DeltaHeader | None, delta: Digest) -> CheckedDelta:
+        self._do("check")
+        return CheckedDelta(Outcome.HELD, 2.0)
+
+    def prepare(self, ticket: Digest, step: OuterStep) -> Roots:
+        self._do("prepare")
+        return Roots(Digest(b"P" * 32), Digest(b"M" * 32))
+
+    def install(self, index: int, version: int, ticket: Digest | None, rules: bytes) -> None:
+        self._do(f"install {index}")
+
+    def take_snapshot(self, index: int, version: int) -> SnapshotOffer:
+        self._do(f"snapshot {index}")
+        return OFFER
+
+    def install_snapshot(self, offer: SnapshotOffer, version: int) -> None:
+        self._do("install snapshot")
+
+    # BlobStore, as far as the driver uses it
+    def has(self, digest: Digest) -> bool:
+        return digest in self.blobs
+
+    def delete(self, digest: Digest) -> None:
+        self._do("delete")
+
+    # Transport
+    async def send(self, peer: PeerId, message: Message) -> None:
+        self._do(f"send {message.reason if isinstance(message, Goodbye) else type(message).__name__}")
+
+    async def upload(self, peer: PeerId, delta: Digest, size: int) -> None:
+        self._do("upload")
+
+    async def fetch(
+        self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose = Purpose.DELTA
+    ) -> None:
+        await asyncio.to_thread(self._do, f"fetch {digest[:1].decode()}")
+
+    def remember(self, peer: PeerId, sealed: bytes) -> None:
+        self._do("remember")
+
+    # DeltaDoor
+    def allow(self, header: DeltaHeader, sender: PeerId) -> None:
+        self._do("allow")
+
+    def reveal(self, delta: Digest) -> None:
+        self._do("reveal")
+
+    def forget(self, delta: Digest) -> None:
+        self._do("forget")
+
+    # Watcher
+    def installed(self, action: do.InstallEntry) -> None:
+        self._do(f"installed {action.index}")
+
+    def say(self, kind: str, text: str) -> None:
+        self._do(f"say {kind}")
+
+    def run_ended(self, version: int) -> None:
+        self._do("run ended")
+
+
+class Desk:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def settle(self, delta: Digest, how: Settled) -> None:
+        self._world.done.append(f"settle {how}")
+
+    def adopt(self, version: int, clock: int, params: Awaitable[Array], *, reset: bool) -> None:
+        self._world.done.append(f"adopt {version}")
+
+    def allow(self, allowed: int, why: str) -> None:
+        self._world.done.append(f"allow passes {allowed}")
+
+    def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:
+        self._world.done.append(f"evaluate {version}")
+
+    def run_ended(self, version: int) -> None:
+        self._world.done.append("desk: run ended")
+
+
+class Script:
+    """A brain that answers `Started` with the given actions and leaves after `enough` further events."""
+
+    def __init__(self, actions: Sequence[Action], enough: int) -> None:
+        self._actions = list(actions)
+        self._enough = enough
+        self.seen: list[Event] = []
+
+    def handle(self, event: Event, now: float) -> Sequence[Action]:
+        if isinstance(event, fact.Started):
+            return [*self._actions, *([do.LeaveDone()] if self._enough == 0 else [])]
+        self.seen.append(event)
+        return [do.LeaveDone()] if len(self.seen) >= self._enough else []
+
+    def deadline(self) -> float:
+        return float("inf")
+
+
+def make(
+    world: World,
+    brain: Script,
+    *,
+    keeps: bool = False,
+    desk: bool = True,
+    recorder: FlightRecorder | None = None,
+) -> Driver:
+    ports = Ports(world, world, world, world, world, world, Desk(world) if desk else None, lambda _: keeps)  # type: ignore[arg-type]
+    return Driver(brain, ports, recorder or FlightRecorder())
+
+
+async def live(
+    world: World, actions: Sequence[Action], enough: int, *, keeps: bool = False, desk: bool = True
+) -> list[Event]:
+    brain = Script(actions, enough)
+    async with asyncio.timeout(10):
+        await make(world, brain, keeps=keeps, desk=desk).run()
+    return brain.seen
+
+
+async def test_nothing_after_a_save_starts_before_it_is_durable() -> None:
+    world = World()
+    world.hold["record 3"] = threading.Event()
+    brain = Script([do.Send(PEER, Goodbye("before")), do.SaveRecord(RECORD), do.Send(PEER, Goodbye("after")),
+                    do.RevealDelta(DELTA)], 0)  # fmt: skip
+    life = asyncio.create_task(make(world, brain).run())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert world.done == ["send before"]
+    world.hold["record 3"].set()
+    await asyncio.wait_for(life, 5)
+    assert world.done == ["send before", "record 3", "send after", "reveal"]
+
+
+async def test_a_save_that_fails_ends_the_life_with_its_sentence_and_nothing_is_sent() -> None:
+    world = World()
+    world.fail["entries 0"] = OperatorError("the disk is full", 6)
+    with pytest.raises(ExceptionGroup) as caught:
+        await live(world, [do.SaveEntries(()), do.Send(PEER, Goodbye("after"))], 0)
+    assert isinstance(caught.value.exceptions[0], OperatorError)
+    assert world.done == []
+
+
+@pytest.mark.parametrize(
+    ("action", "fails", "event"),
+    [
+        (do.UploadDelta(PEER, DELTA, 10), None, fact.DeltaUploaded(DELTA, PEER)),
+        (do.UploadDelta(PEER, DELTA, 10), "upload", fact.DeltaNotUploaded(DELTA, PEER, 7.0, "gone")),
+        (do.FetchDelta(HEADER, DELTA, 10, (PEER,)), None, fact.DeltaArrived(DELTA, Outcome.HELD, 2.0)),
+        (do.FetchDelta(None, DELTA, 10, (PEER,)), "fetch d", fact.DeltaNotFetched(DELTA, "gone")),
+        (do.FetchDelta(None, DELTA, 10, (PEER,)), "check", fact.DeltaNotFetched(DELTA, "gone")),
+        (do.TakeSnapshot(4, 4), None, fact.SnapshotTaken(OFFER)),
+        (do.FetchSnapshot(OFFER, 4, (PEER,)), None, fact.SnapshotFetched(4)),
+        (do.FetchSnapshot(OFFER, 4, (PEER,)), "fetch b", fact.SnapshotNotFetched(4, "gone")),
+        (do.FetchSnapshot(OFFER, 4, (PEER,)), "install snapshot", fact.SnapshotNotFetched(4, "gone")),
+    ],
+)
+async def test_long_work_ends_in_exactly_one_event(action: Action, fails: str | None, event: Event) -> None:
+    world = World()
+    if fails:
+        world.fail[fails] = TransportError("gone", 7.0)
+    assert await live(world, [action], 1) == [event]
+
+
+async def test_a_prepared_step_reports_its_roots_and_a_failure_says_why() -> None:
+    step = do.PrepareOuterStep(DELTA, 0, None)  # type: ignore[arg-type]
+    world = World()
+    assert await live(world, [step], 1) == [
+        fact.OuterStepPrepared(DELTA, Digest(b"P" * 32), Digest(b"M" * 32))
+    ]
+    world.fail["prepare"] = TransportError("a blob is gone")
+    assert await live(world, [step], 1) == [fact.OuterStepNotPrepared(DELTA, "a blob is gone")]
+
+
+async def test_an_allowed_delta_that_is_here_already_is_checked_at_once() -> None:
+    world = World()
+    world.blobs.add(DELTA)
+    assert await live(world, [do.AllowDelta(HEADER, PEER)], 1) == [
+        fact.DeltaArrived(DELTA, Outcome.HELD, 2.0)
+    ]
+
+
+async def test_an_upload_that_nobody_allowed_is_not_checked() -> None:
+    world = World()
+    brain = Script([do.TakeSnapshot(1, 1)], 1)
+    driver = make(world, brain)
+    driver.delta_whole(DELTA)
+    await asyncio.wait_for(driver.run(), 5)
+    assert "check" not in world.done
+
+
+async def test_the_state_lane_keeps_the_order_of_install_snapshot_and_adoption() -> None:
+    world = World()
+    world.hold["install 1"] = threading.Event()
+    actions: list[Action] = [
+        do.InstallEntry(1, 1, None, b"", None),
+        do.SettleDelta(DELTA, Settled.LISTED),
+        do.AdoptState(1, 100, False),
+        do.TakeSnapshot(1, 1),
+    ]
+    life = asyncio.create_task(live(world, actions, 1))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert world.done == ["settle LISTED", "adopt 1"]
+    world.hold["install 1"].set()
+    await life
+    lane = [what for what in world.done if what.split()[0] in ("install", "params", "snapshot")]
+    assert lane[:3] == ["install 1", "params", "snapshot 1"]
+
+
+async def test_an_archive_keeps_what_the_rules_drop() -> None:
+    for keeps in (False, True):
+        world = World()
+        await live(world, [do.DropDelta(DELTA), do.FetchDelta(None, DELTA, 1, ())], 1, keeps=keeps)
+        assert ("delete" in world.done) is not keeps
+        assert "forget" in world.done
+
+
+async def test_a_witness_has_no_desk() -> None:
+    world = World()
+    await live(world, [do.AdoptState(1, 1, False), do.AllowPasses(1, ""), do.RunEnded(3)], 0, desk=False)
+    assert world.done == ["run ended"]
+
+
+async def test_messages_wait_in_a_bounded_queue_but_own_events_always_get_in() -> None:
+    driver = make(World(), Script([], 0))
+    message = fact.MessageReceived(PEER, b"", 1, Goodbye(""))
+    taken = 0
+    while driver.put(message):
+        taken += 1
+    assert taken == 4096
+    assert driver.put(fact.GoodbyeWanted("now"))
+
+
+async def test_a_due_deadline_and_waiting_messages_take_turns() -> None:
+    class Impatient(Script):
+        def deadline(self) -> float:
+            return 0.0
+
+    brain = Impatient([], 8)
+    driver = make(World(), brain)
+    for _ in range(4):
+        driver.put(fact.TrainerNotFinite())
+    await asyncio.wait_for(driver.run(), 5)
+    assert [type(e).__name__ for e in brain.seen] == ["Ticked", "TrainerNotFinite"] * 4
+
+
+async def test_a_broken_rule_crashes_and_the_recorder_has_the_story(tmp_path: Path) -> None:
+    class Broken(Script):
+        def handle(self, event: Event, now: float) -> Sequence[Action]:
+            if isinstance(event, fact.MessageReceived):
+                raise AssertionError("two certified bodies")  # noqa: TRY004 - a broken rule, not a type
+            return []
+
+    recorder = FlightRecorder()
+    driver = make(World(), Broken([], 9), recorder=recorder)
+    story: list[Event] = [
+        fact.PassFinished(HEADER),
+        fact.SnapshotTaken(OFFER),
+        fact.DeltaArrived(DELTA, Outcome.HELD, 1.5),
+        fact.MessageReceived(PEER, b"k" * 32, 2, HEADER, b"sealed"),
+    ]
+    for event in story:
+        driver.put(event)
+    with pytest.raises(ExceptionGroup) as caught:
+        await driver.run()
+    assert caught.group_contains(AssertionError, match="two certified bodies")
+    recorder.write(tmp_path / "flight")
+    assert [moment.event for moment in read_flight(tmp_path / "flight")] == [fact.Started(), *story]
+
+
+def test_the_recorder_forgets_the_oldest_first() -> None:
+    recorder = FlightRecorder(bytes_max=200)
+    for n in range(100):
+        recorder.note(float(n), fact.SnapshotFetched(n))
+    assert recorder._bytes <= 200
+    assert len(recorder._ring) > 1
