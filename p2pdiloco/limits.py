@@ -119,3 +119,23 @@ metric_nodes_max = 256  # nodes with series of their own in /metrics
 page_interval_s = 1.0  # one snapshot per this time for all readers together
 stream_write_s_max = 10.0  # a reader that takes nothing for longer is dropped
 data_age_s_max = 15.0  # older than this and the page is greyed
+
+# Training on one node
+trainer_frame_bytes_max = 32 * MIB  # one frame between daemon and trainer: 100,000 shard paths fit
+trainer_report_s = 0.5  # between two reports of the trainer's progress
+trainer_stop_s = 2.0  # the trainer is given so long to end by itself, then it is killed
+trainer_stderr_lines = 20  # kept of what a trainer said before it crashed
+trainer_crashes_max = 3  # within trainer_crash_window_s: the brake (scenario S18)
+trainer_crash_window_s = 300.0  # crashes older than this are forgotten
+trainer_brake_s = 600.0  # first pause of the brake; doubles up to trainer_brake_s_max
+trainer_brake_s_max = 4 * 3600.0  # a machine that was mended overnight is tried again in the morning
+evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation
+evaluations_waiting_max = 4  # asked for and not begun; the oldest gives way
+checkpoint_passes = 16  # passes between two saves of the moments
+checkpoint_s = 300.0  # seconds between them, whichever is first
+data_window_shards = 16  # shards in use at once: 64 MiB; part of the data order, so never a node's choice
+
+# Making a run
+corpus_files_max = 100_000  # text files of one corpus
+corpus_bytes_max = 4096 * MIB  # of one corpus, read once and copied into shards
+evaluation_share_max = 0.1  # of the corpus held out at most
