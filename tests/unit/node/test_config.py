@@ -1,0 +1,121 @@
+"""Origins of settings, and the sentences for what is not possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.config import (
+    HostPort,
+    JoinLink,
+    NodeConfig,
+    TrackerConfig,
+    load,
+    parse_host_port,
+    parse_join,
+    parse_peers,
+)
+
+RUN = bytes(range(32))
+
+
+def test_flags_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('name = "file"\nthreads = 2\ndevice = "cpu"\n')
+    environment = {"P2PDILOCO_NAME": "env", "P2PDILOCO_THREADS": "3", "HOME": "/"}
+    loaded = load(NodeConfig, {"name": "flag", "threads": None}, file=file, environment=environment)
+    assert (loaded.values.name, loaded.values.threads, loaded.values.device) == ("flag", 3, "cpu")
+    assert loaded.values.micro_batch == 0
+    assert loaded.origins["name"] == "--name"
+    assert loaded.origins["threads"] == "P2PDILOCO_THREADS"
+    assert loaded.origins["device"] == str(file)
+    assert loaded.origins["micro_batch"] == "default"
+
+
+def test_the_environment_may_name_the_file_and_hold_lists_and_switches(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text("threads = 2\n")
+    environment = {
+        "P2PDILOCO_CONFIG": str(file),
+        "P2PDILOCO_PEERS": "a:1, b:2",
+        "P2PDILOCO_KEEP_DELTAS": "true",
+    }
+    values = load(NodeConfig, {}, environment=environment).values
+    assert (values.threads, values.peers, values.keep_deltas) == (2, ("a:1", "b:2"), True)
+
+
+def test_a_variable_of_the_other_command_is_known_and_ignored() -> None:
+    assert load(TrackerConfig, {}, environment={"P2PDILOCO_THREADS": "3"}).values == TrackerConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "sentence"),
+    [
+        ("thraeds = 2", {}, "unknown key 'thraeds'; did you mean 'threads'?"),
+        ("threads = 0", {}, "threads = 0 is not possible"),
+        ("threads = 'many'", {}, "threads = 'many' is not possible"),
+        ("device = 'gpu'", {}, "device = 'gpu' is not possible"),
+        ("threads", {}, "is not valid TOML"),
+        ("", {"P2PDILOCO_DATADIR": "x"}, "did you mean 'P2PDILOCO_DATA_DIR'?"),
+        ("", {"P2PDILOCO_THREADS": "x"}, "P2PDILOCO_THREADS: threads = 'x' is not possible"),
+    ],
+)
+def test_a_slip_is_refused_in_one_sentence(
+    tmp_path: Path, text: str, environment: dict[str, str], sentence: str
+) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(text)
+    with pytest.raises(OperatorError) as caught:
+        load(NodeConfig, {}, file=file, environment=environment)
+    assert sentence in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="cannot be read: No such file"):
+        load(NodeConfig, {}, file=tmp_path / "none.toml", environment={})
+
+
+def test_join_links() -> None:
+    assert parse_join(f"http://10.0.0.1:7474/#{RUN.hex()}") == JoinLink("http://10.0.0.1:7474", RUN)
+    assert parse_join(" https://tracker.example/ ") == JoinLink("https://tracker.example:443", None)
+    assert parse_join("http://[::1]:80") == JoinLink("http://[::1]:80", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "No tracker is named"),
+        ("10.0.0.1:7474", "has no scheme: write http://10.0.0.1:7474"),
+        ("http//1.2.3.4", "has no scheme: write http://HOST:PORT/#RUNID"),
+        ("ftp://1.2.3.4:1", "the scheme is http or https"),
+        ("http://1.2.3.4:99999", "is not an address"),
+        ("http://1.2.3.4:1/page", "is not an address"),
+        ("http://1.2.3.4:1/#abc", "is not a RunId"),
+        ("http://1.2.3.4:1/#" + "00" * 31, "is not a RunId"),
+    ],
+)
+def test_a_bad_join_link_says_how_to_write_it(text: str, sentence: str) -> None:
+    with pytest.raises(OperatorError) as caught:
+        parse_join(text)
+    assert sentence in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_host_and_port() -> None:
+    assert parse_host_port("1.2.3.4:5", "x") == HostPort("1.2.3.4", 5)
+    assert str(parse_host_port("[::1]:5", "x")) == "[::1]:5"
+    assert parse_host_port(":5", "x").host == "0.0.0.0"
+    for bad in ("1.2.3.4", "1.2.3.4:x", "1.2.3.4:70000", "a:b:5"):
+        with pytest.raises(OperatorError, match="not HOST:PORT"):
+            parse_host_port(bad, "--listen")
+
+
+def test_an_empty_list_of_peers_is_not_taken_for_none() -> None:
+    assert parse_peers(None) == []
+    assert parse_peers(("1.2.3.4:5",)) == [HostPort("1.2.3.4", 5)]
+    for empty in ((), ("",), (" ",)):
+        with pytest.raises(OperatorError, match="list of peers is empty"):
+            parse_peers(empty)
