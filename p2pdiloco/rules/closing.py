@@ -29,9 +29,9 @@ class Arrival(NamedTuple):
 class ClosingView(NamedTuple):
     """What the decision is taken from.
 
-    `live`: each admitted peer heard from within two passes, with its latest tokens in T_full, 0 where it has
-    none yet (`full_round.latest_tokens`). `trusted`: those of them that the log trusts. `spreads`: seconds,
-    from `after_closing`.
+    `live`: each admitted training peer heard from within two passes, with its latest tokens in T_full, 0
+    where it has none yet (`full_round.latest_tokens`). `trusted`: those of them that the log trusts.
+    `spreads`: seconds, from `after_closing`.
     """
 
     last_step_at: float  # when the last outer step was certified, or the run was joined
@@ -59,26 +59,34 @@ def decide_closing(view: ClosingView, spec: RunSpec, *, now: float) -> Decision:
     - at the deadline, with whoever is there
     """
     if not view.arrivals:
-        return Decision(False, "no delta yet", None)
+        return Decision(close=False, reason="no delta yet", wake_at=None)
     here = {a.peer for a in view.arrivals}
     if len(view.arrivals) >= limits.contributions_max:
-        return Decision(True, f"{limits.contributions_max} deltas are here", None)
+        return Decision(close=True, reason=f"{limits.contributions_max} deltas are here", wake_at=None)
     if here >= view.live.keys():
-        return Decision(True, f"all {len(here)} live nodes delivered", None)
+        return Decision(close=True, reason=f"all {len(here)} live nodes delivered", wake_at=None)
     deadline = view.last_step_at + spec.outer.deadline_passes * spec.inner.pass_s
     if now >= deadline:
-        return Decision(True, f"deadline, {len(here)} of {len(here | view.live.keys())} delivered", None)
+        return Decision(
+            close=True,
+            reason=f"deadline, {len(here)} of {len(here | view.live.keys())} delivered",
+            wake_at=None,
+        )
     if view.first_step:
         # T_full is not known yet, so there is no share to measure: everybody, or the deadline.
-        return Decision(False, f"first outer step: {len(here)} of {len(view.live)} delivered", deadline)
+        return Decision(
+            close=False,
+            reason=f"first outer step: {len(here)} of {len(view.live)} delivered",
+            wake_at=deadline,
+        )
     reached, why, at = _quorum(view)
     if not reached:
-        return Decision(False, why, deadline)
+        return Decision(close=False, reason=why, wake_at=deadline)
     # The window starts when the quorum was complete, not at every look.
     until = min(deadline, at + grace_s(view.spreads, spec.inner.pass_s))
     if now >= until:
-        return Decision(True, why, None)
-    return Decision(False, f"{why}; grace for the others", until)
+        return Decision(close=True, reason=why, wake_at=None)
+    return Decision(close=False, reason=f"{why}; grace for the others", wake_at=until)
 
 
 def grace_s(spreads: Sequence[float], pass_s: float) -> float:

@@ -1,12 +1,15 @@
 """Where each tensor lies in a delta's blob, and so its exact size in bytes (algorithm.md 7).
 
-    header      8 bytes: magic "pdlt", format, codec, two zeros
+    header      48 bytes: magic "pdlt", format, codec, two zeros, sequence (8, big-endian), peer (32)
     scales      float16 little-endian, one for each block of 128 values of the tensors coded in blocks
     nibbles     64 bytes a block: value 2i in the low half of byte i, value 2i + 1 in the high half
     raw         float16 little-endian, the values of all other tensors
 
+Peer and sequence make every blob its own: two zero deltas do not share a digest, and nobody can sign
+another's blob as one's own. Everything else about a delta is in its signed DeltaHeader.
+
 Tensors keep the order of the RunSpec. The size follows from the model alone, so a wrong one is refused
-before a byte is read. No zstd: measured on Gaussian deltas it takes 9 % off int4 and makes encoding 3 times slower.
+before a byte is read. That is worth more than zstd, which takes 15 % off int4 (measured on Gaussian values).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from p2pdiloco.run_spec import TensorSpec
 
 MAGIC = b"pdlt"
 FORMAT = 1
-HEADER_BYTES = 8
+HEADER_BYTES = 48
 BLOCK = 128  # values that share a scale
 CODECS = {"fp16": 1, "int4": 2}  # byte 5 of the header
 small_values_max = 1024  # tensors this small are raw: they cost nothing and matter (norms, biases, routers)
@@ -30,7 +33,7 @@ def in_blocks(codec: str, tensor: TensorSpec) -> bool:
 
 @lru_cache(maxsize=16)
 def encoded_size(codec: str, tensors: tuple[TensorSpec, ...]) -> int:
-    """Exact size of a delta's blob in bytes. `codec` is one of CODECS, as the RunSpec's validation sees to."""
+    """Exact size of a delta's blob in bytes. `codec` is one of CODECS: the RunSpec's type allows no other."""
     size = HEADER_BYTES
     for tensor in tensors:
         if in_blocks(codec, tensor):
