@@ -1,0 +1,175 @@
+"""Files that survive a crash: old or new, never mixed.
+
+The order is the whole art: temporary file in the same folder, write, fsync, rename, fsync of the folder.
+After a failed fsync the kernel may have dropped the pages and call the next fsync fine, so that file is
+lost: it is removed, and a caller that tries again writes a new one. Every call that durability depends on
+goes through `Files`, so that tests can fail or end the process at each of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from p2pdiloco.errors import OperatorError
+
+T = TypeVar("T")
+Bytes = bytes | memoryview
+TEMPORARY = ".tmp"
+
+
+class Files:
+    """The operating system's calls, each able to fail."""
+
+    def create(self, path: Path, mode: int = 0o600) -> int:
+        """A new, empty file; an old one of that name is a left-over and is emptied."""
+        return os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, mode)
+
+    def open_append(self, path: Path) -> int:
+        return os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+
+    def write(self, fd: int, data: Bytes) -> None:
+        """All of `data`."""
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[os.write(fd, view) :]
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def truncate(self, path: Path, size: int) -> None:
+        os.truncate(path, size)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(mode=0o700, exist_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_new(files: Files, path: Path, parts: Iterable[Bytes]) -> None:
+    """Write a file whose name nobody reads yet, durable but for its name.
+
+    Raises: OperatorError; the file is gone then.
+    """
+
+    def write() -> None:
+        fd = files.create(path)
+        try:
+            for part in parts:
+                files.write(fd, part)
+            files.fsync(fd)
+        finally:
+            os.close(fd)
+
+    try:
+        guarded(write, path)
+    except OperatorError:
+        with suppress(OSError):
+            files.remove(path)
+        raise
+
+
+def replace_file(files: Files, path: Path, *parts: Bytes) -> None:
+    """Replace or create `path` atomically; durable when the call returns.
+
+    Raises: OperatorError; `path` holds what it held before.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    write_new(files, temporary, parts)
+
+    def rename() -> None:
+        files.rename(temporary, path)
+        files.sync_folder(path.parent)
+
+    guarded(rename, path)
+
+
+def make_folder(files: Files, path: Path) -> None:
+    """Create a folder and its parents, durably. Raises: OperatorError."""
+    if path.is_dir():
+        return
+    if not path.parent.is_dir():
+        make_folder(files, path.parent)
+
+    def make() -> None:
+        files.make_folder(path)
+        files.sync_folder(path.parent)
+
+    guarded(make, path)
+
+
+def read_at_most(path: Path, bytes_max: int) -> bytes:
+    """The file, or its first `bytes_max` bytes. Raises: OperatorError."""
+
+    def read() -> bytes:
+        with path.open("rb") as file:
+            return file.read(bytes_max)
+
+    return guarded(read, path)
+
+
+def remove_files(files: Files, *paths: Path) -> None:
+    """Remove what is there; what cannot be removed stays. Never durable: it may be back after a crash."""
+    for path in paths:
+        with suppress(OSError):
+            files.remove(path)
+
+
+def guarded(work: Callable[[], T], path: Path) -> T:
+    """Run file work; an OSError becomes the sentence that says what to do. Raises: OperatorError."""
+    try:
+        return work()
+    except OSError as error:
+        raise operator_error(error, path) from error
+
+
+def operator_error(error: OSError, path: Path) -> OperatorError:
+    """What a failed file call means to the person at this machine."""
+    folder = path if path.is_dir() else path.parent
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return OperatorError(
+                f"The disk with {folder} is full ({_free(folder)} free): make room there and start again; "
+                "nothing that was said to be saved is lost.",
+                exit_code=6,
+            )
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return OperatorError(
+                f"{path} cannot be written or read ({error.strerror}): give this user the right to, or name "
+                "another folder with --data-dir.",
+                exit_code=3,
+            )
+        case errno.EMFILE | errno.ENFILE:
+            return OperatorError(
+                f"No more files may be open ({error.strerror}): raise the limit with ulimit -n 4096.",
+                exit_code=6,
+            )
+        case _:
+            return OperatorError(
+                f"{path} failed ({error.strerror or error}): check that disk; what was saved before is kept.",
+                exit_code=6,
+            )
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB"
+    except OSError:
+        return "unknown"
