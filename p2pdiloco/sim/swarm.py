@@ -1,0 +1,197 @@
+"""One random swarm from one seed: a life full of faults, then a healing in which it must go on.
+
+Safety is watched all the time (checkers.py). When the faults stop and a majority of the newest committee
+lives, the log must advance within a bounded time (R2), and nothing that a majority held may be lost (R3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from p2pdiloco.ids import short
+from p2pdiloco.sim.brain import MakeBrain
+from p2pdiloco.sim.checkers import Violation
+from p2pdiloco.sim.faults import Faults, draw_rates
+from p2pdiloco.sim.machine import Machine
+from p2pdiloco.sim.tiny_run import Timings
+from p2pdiloco.sim.world import World
+
+HEALED_ENTRIES = 3  # certified entries after which a healed swarm counts as going on
+
+
+class SeedReport(NamedTuple):
+    """What one seed showed. Times in simulated seconds."""
+
+    seed: int
+    violation: str  # "" or the broken promise
+    trace: tuple[str, ...]  # the last lines before a violation
+    nodes: int
+    entries: int  # certified
+    version: int
+    memberships: int
+    committee: int  # the largest size that governed
+    starts: int
+    messages: int
+    events: int
+    seconds: float
+    recovery_s: float  # from the end of the faults to the next certified entry
+
+
+def run_seed(
+    seed: int,
+    rng: np.random.Generator,
+    make_brain: MakeBrain,
+    *,
+    real_keys: bool = False,
+    prepare: Callable[[World], None] | None = None,
+    keep_trace: bool = False,
+) -> SeedReport:
+    """Live through one seed. `rng` is made from `seed` by the caller; `prepare` plants a bug or a liar."""
+    draw = np.random.Generator(np.random.PCG64(rng.integers(2**63)))
+    pick = [float(x) for x in draw.random(8)]
+    nodes = (1, 2, 3, 3, 3, 4, 4, 4, 5, 5, 6, 16)[int(pick[0] * 12)] if pick[1] > 0.02 else 16
+    world = World(
+        rng,
+        make_brain,
+        real_keys=real_keys,
+        size_max=(1, 3, 3, 3, 5)[int(pick[2] * 5)],
+        rotation=(1, 2, 3, 8)[int(pick[3] * 4)],
+        timings=Timings(voter_standing_s=(2.0, 4.0)[int(pick[4] * 2)]),
+        codec=("fp16", "int4")[int(pick[5] * 2)],
+        keep_trace=keep_trace,
+    )
+    if prepare is not None:
+        prepare(world)
+    life = _Life(world, nodes)
+    violation = ""
+    try:
+        life.live()
+    except Violation as broken:
+        violation = str(broken)
+    except AssertionError as broken:
+        violation = f"assertion: {broken or broken.__traceback__}"
+        if broken.__traceback__ is not None:
+            violation += f" ({_where(broken)})"
+    return life.report(seed, violation)
+
+
+def _where(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_qualname}:{trace.tb_lineno}" if trace is not None else ""
+
+
+class _Life:
+    """The phases of a seed."""
+
+    def __init__(self, world: World, nodes: int) -> None:
+        self.world = world
+        self.count = nodes
+        self.recovery_s = float("nan")
+        self.largest = 1
+
+    def live(self) -> None:
+        world, chance = self.world, self.world.chance
+        for i in range(self.count):
+            world.add(f"n{i + 1}", speed=chance.choice((1.0, 1.0, 0.8, 0.5, 0.25)))
+        # A big swarm lives for a shorter time, so that all seeds cost about the same.
+        fault_s = chance.uniform(40.0, 90.0) if self.count < 7 else 30.0
+        faults = Faults(world, draw_rates(chance))
+        faults.start()
+        world.witness.start()
+        for node in world.nodes():
+            late = 0.0 if chance.happens(0.7) else chance.uniform(0.0, fault_s)
+            world.at(late, node.start)
+        world.run_until(fault_s)
+        faults.stop()
+        self._heal()
+
+    def _heal(self) -> None:
+        """Start everybody but a random minority of the newest committee, and expect progress."""
+        world = self.world
+        dead = self._minority()
+        for machine in world.machines.values():
+            if machine.id in dead:
+                machine.crash()
+            elif not machine.up:
+                machine.start()
+        living = [m for m in world.nodes() if m.up]
+        before = world.checkers.index
+        began = world.now
+        if not living or world.checkers.committee.size == 0:
+            return
+        spec = world.run.spec
+        rounds = spec.outer.deadline_passes * spec.inner.pass_s
+        # Freezes may still last; a stale leader's lease, two elections, catching up, and a round or two.
+        bound = 25.0 + 8 * spec.committee.timeout_s_max + 2 * HEALED_ENTRIES * rounds
+        world.run_for(bound, lambda: world.checkers.index > before)
+        if world.checkers.index > before:
+            self.recovery_s = world.now - began
+            world.run_for(bound, lambda: world.checkers.index >= before + HEALED_ENTRIES)
+        if world.checkers.index < before + HEALED_ENTRIES:
+            raise Violation(
+                "the log goes on when faults stop",
+                f"{world.checkers.index - before} entries in {world.now - began:.0f} s, committee "
+                f"{self._names(world.checkers.committee.members)}, dead {self._names(sorted(dead))}",
+            )
+        self._ledger()
+
+    def _ledger(self) -> None:
+        """What a majority held at this moment is settled some outer steps later (R3)."""
+        world = self.world
+        living = [m for m in world.machines.values() if m.up]
+        due = world.checkers.unsettled(living)
+        if not due:
+            return
+        version = world.checkers.version
+        spec = world.run.spec
+        world.run_for(
+            12 * spec.outer.deadline_passes * spec.inner.pass_s,
+            lambda: world.checkers.version >= version + 4,
+        )
+        living = [m for m in world.machines.values() if m.up]
+        still = set(world.checkers.unsettled(living))
+        lost = [d for d in due if d in still]
+        if lost:
+            raise Violation(
+                "nothing acknowledged is lost",
+                f"{len(lost)} deltas ({short(lost[0])}) unsettled after "
+                f"{world.checkers.version - version} outer steps",
+            )
+
+    def _minority(self) -> set[bytes]:
+        world = self.world
+        committee = world.checkers.committee
+        away = [m for m in committee.members if world.machines[m].gone]
+        spare = committee.size - committee.quorum - len(away)
+        candidates = [m for m in committee.members if m not in away]
+        dead = set(world.chance.sample(candidates, max(0, spare)))
+        # Somebody alive must hold the newest entry, or an ack of it: else the promise is off (protocol.md 3).
+        index = world.checkers.index
+        for machine in world.machines.values():
+            record = machine.disk.durable_record
+            if machine.id not in dead and not machine.gone:
+                acked = record is not None and record.ack_index >= index
+                if acked or machine.disk.durable_index >= index:
+                    return {bytes(d) for d in dead}
+        return set()
+
+    def _names(self, peers: object) -> str:
+        assert isinstance(peers, tuple | list)
+        return " ".join(self.world.machines[p].name for p in peers)
+
+    def report(self, seed: int, violation: str) -> SeedReport:
+        world = self.world
+        sizes = [c.committee.size for c in world.checkers.chain]
+        changes = sum(1 for c in world.checkers.chain if type(c.body.content).__name__ == "Membership")
+        machines: list[Machine] = list(world.machines.values())
+        return SeedReport(
+            seed, violation, tuple(world.trace) if violation or world.keep_trace else (), self.count,
+            world.checkers.index, world.checkers.version, changes, max(sizes, default=1),
+            sum(m.disk.boot for m in machines), world.network.sent, world.events, world.now,
+            self.recovery_s,
+        )  # fmt: skip
