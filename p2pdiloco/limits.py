@@ -33,6 +33,7 @@ headerless_s_max = 3600.0  # a delta that voters HAVE and whose header never cam
 snapshot_donors_max = 8  # peers asked for a snapshot, and offers compared
 snapshot_patience_heartbeats = 6  # nobody offers a snapshot for so long: apply the entries one by one
 catch_up_versions_max = 16  # further behind than this a snapshot is cheaper than the entries
+leave_s_max = 3.0  # a leaving voter waits so long for its seat to be handed over
 term_jump_max = 1024  # terms that one message may skip: a liar cannot burn them all
 terms_counted_max = 8  # terms for which votes are collected at once
 bodies_remembered_max = 32  # bodies of proposals kept for certificates and re-proposals

@@ -80,10 +80,14 @@ class FetchDelta(msgspec.Struct, frozen=True):
 
 
 class AllowDelta(msgspec.Struct, frozen=True):
-    """The header is noted: `sender` may put this blob here. Ends in DeltaArrived when it did."""
+    """The header is noted: `sender` may put this blob here. Ends in DeltaArrived when it did.
+
+    Kept on disk with the blob, so that a restart finds what it HAS (`Restored.held`).
+    """
 
     header: DeltaHeader
     sender: PeerId
+    key: bytes  # the sender's public key
 
 
 class RevealDelta(msgspec.Struct, frozen=True):

@@ -1,0 +1,92 @@
+"""A voter's durable record: own term and last ack. Saved before anything that it allows is said.
+
+Rules of protocol.md 3: only a term that is not below the own one, and one (body, last) for each index and
+term. Acking raises the own term to the proposal's, and beyond it when the proposal is the last of its term.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.ids import NO_DIGEST, Digest, PeerId
+from p2pdiloco.protocol.actions import SaveRecord, VoterRecord
+from p2pdiloco.protocol.context import Context
+from p2pdiloco.wire.log import Committee, body_digest
+from p2pdiloco.wire.messages import LastAck
+
+
+class Ballot:
+    """What this voter has promised, and whether its disk may be believed (targets.md R1b)."""
+
+    def __init__(self, ctx: Context, record: VoterRecord | None) -> None:
+        self._ctx = ctx
+        self._record = record or VoterRecord(0, 0, NO_DIGEST, None)
+        self._told: set[PeerId] = set()
+        self.rolled_back = False
+
+    @property
+    def term(self) -> int:
+        return self._record.term
+
+    @property
+    def last_ack(self) -> LastAck | None:
+        return self._record.ack
+
+    @property
+    def ack_index(self) -> int:
+        return self._record.ack_index
+
+    def raise_term(self, term: int) -> bool:
+        """Move the own term up, durably. Raising is always safe; True if it moved."""
+        if term <= self.term:
+            return False
+        self._save(VoterRecord(term, self._record.ack_index, self._record.ack_committee, self._record.ack))
+        return True
+
+    def is_repeat(self, term: int, index: int, body: Digest, *, last: bool) -> bool:
+        """True if exactly this was acked last: saying it again is allowed."""
+        ack = self._record.ack
+        return (
+            ack is not None
+            and self._record.ack_index == index
+            and ack.term == term
+            and ack.last == last
+            and body_digest(ack.body) == body
+        )
+
+    def refuses(self, term: int, index: int) -> str | None:
+        """Why a new ack for `index` in `term` would break a promise; None if it would not."""
+        if term < self.term:
+            return f"own term is {self.term}"
+        ack = self._record.ack
+        if ack is not None and ack.term == term and self._record.ack_index >= index:
+            return f"already acked index {self._record.ack_index} in term {term}"
+        return None
+
+    def promise(self, ack: LastAck, index: int, committee: Digest) -> None:
+        """Record an ack, durably. An ack of the last body of a term is also the vote for the next term."""
+        assert self.refuses(ack.term, index) is None, "an ack that breaks a promise"
+        term = max(self.term, ack.term + 1 if ack.last else ack.term)
+        self._save(VoterRecord(term, index, committee, ack))
+
+    def _save(self, record: VoterRecord) -> None:
+        self._record = record
+        self._ctx.emit(SaveRecord(record))
+
+    # A restored disk image forgets promises. The boot counter, mirrored in heartbeats, gives it away.
+
+    def told_boot(self, voter: PeerId, boot_seen: int) -> None:
+        """`voter` says which boot counter it has seen from this node."""
+        self._told.add(voter)
+        if boot_seen > self._ctx.identity.boot and not self.rolled_back:
+            self.rolled_back = True
+            self._ctx.say(
+                "rolled_back",
+                f"a voter has seen start {boot_seen} of this node, the disk says "
+                f"{self._ctx.identity.boot}: it was restored from a copy, so this node no longer votes",
+            )
+
+    def may_vote(self, committee: Committee) -> bool:
+        """False until a majority of the committee (this node included) has told the boot counter it saw."""
+        if self.rolled_back:
+            return False
+        told = sum(1 for m in committee.members if m in self._told or m == self._ctx.me)
+        return told >= committee.quorum

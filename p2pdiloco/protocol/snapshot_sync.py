@@ -1,0 +1,120 @@
+"""Joining far behind, or with a damaged state: one snapshot, then the entries since (protocol.md 7).
+
+A snapshot is believed because it hashes to the state root of an entry that a majority certified.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco import limits
+from p2pdiloco.errors import PeerError
+from p2pdiloco.ids import Digest, PeerId, merkle_root
+from p2pdiloco.protocol.actions import FetchSnapshot
+from p2pdiloco.protocol.applied import Applied
+from p2pdiloco.protocol.context import Context
+from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.state import RulesState, rules_digest
+from p2pdiloco.wire.codec import decode
+from p2pdiloco.wire.log import state_root
+from p2pdiloco.wire.messages import SnapshotOffer, SnapshotWanted
+
+
+class SnapshotSync:
+    """Asks for offers, checks them against the log, has the newest fetched."""
+
+    def __init__(self, ctx: Context, log: RunLog, applied: Applied, own: tuple[SnapshotOffer, ...]) -> None:
+        self._ctx = ctx
+        self._log = log
+        self._applied = applied
+        self._own = list(own)
+        self._asked_at: float | None = None
+        self._fetching: tuple[SnapshotOffer, RulesState] | None = None
+        self._offers: dict[int, tuple[SnapshotOffer, RulesState, set[PeerId]]] = {}
+        self._failed: set[int] = set()
+
+    @property
+    def fetching(self) -> bool:
+        return self._fetching is not None
+
+    @property
+    def newest_own(self) -> int:
+        return self._own[-1].index if self._own else 0
+
+    def taken(self, offer: SnapshotOffer) -> int | None:
+        """A snapshot of our own is served from now on. Version up to which deltas need not be kept, if any."""
+        self._own.append(offer)
+        dropped = self._own[: -limits.snapshots_kept]
+        del self._own[: -limits.snapshots_kept]
+        if not dropped:
+            return None
+        return decode(self._own[0].rules, RulesState).version
+
+    def on_wanted(self, peer: PeerId) -> None:
+        if self._own:
+            self._ctx.send(peer, self._own[-1])
+
+    def tick(self, peers: list[PeerId], *, needed: bool) -> bool:
+        """Ask, choose, fetch. True while the log should wait for a snapshot instead of being applied."""
+        if self._fetching is not None:
+            return True
+        if not needed:
+            self._asked_at = None
+            return False
+        if self._asked_at is None:
+            self._asked_at = self._ctx.now
+            self._offers.clear()
+            self._ask(peers)
+            return bool(peers)
+        patience = self._ctx.now - self._asked_at
+        best = max((i for i in self._offers if i not in self._failed), default=None)
+        if best is not None and patience >= self._ctx.spec.committee.heartbeat_s:
+            offer, rules, donors = self._offers[best]
+            self._fetching = (offer, rules)
+            self._ctx.say("syncing", f"fetching the snapshot of version {rules.version}")
+            self._ctx.emit(FetchSnapshot(offer, rules.version, tuple(sorted(donors))))
+            return True
+        if patience > limits.snapshot_patience_heartbeats * self._ctx.spec.committee.heartbeat_s:
+            self._ask(peers)
+            self._asked_at = self._ctx.now
+            self._failed.clear()
+            return False  # nobody has one: go through the entries
+        return self._applied.diverged
+
+    def _ask(self, peers: list[PeerId]) -> None:
+        for peer in peers[: limits.snapshot_donors_max]:
+            self._ctx.send(peer, SnapshotWanted())
+
+    def on_offer(self, peer: PeerId, offer: SnapshotOffer) -> None:
+        """Raises: PeerError BAD_SNAPSHOT if it does not hash to what was certified."""
+        if self._asked_at is None or not self._applied.index < offer.index <= self._log.index:
+            return
+        known = self._offers.get(offer.index)
+        if known is not None and known[0] == offer:
+            known[2].add(peer)
+            return
+        rules = decode(offer.rules, RulesState)
+        params = merkle_root([Digest(c) for c in offer.params])
+        momentum = merkle_root([Digest(c) for c in offer.momentum])
+        certified = self._log.content(offer.index).state_root
+        if state_root(params, momentum, rules_digest(rules)) != certified:
+            raise PeerError("BAD_SNAPSHOT", f"index {offer.index} is not the state that was certified")
+        if len(self._offers) < limits.snapshot_donors_max:
+            self._offers[offer.index] = (offer, rules, {peer})
+
+    def fetched(self, index: int) -> bool:
+        """The chunks are verified and installed. True if that was the one asked for."""
+        if self._fetching is None or self._fetching[0].index != index:
+            return False
+        offer, rules = self._fetching
+        self._fetching = None
+        self._asked_at = None
+        params = merkle_root([Digest(c) for c in offer.params])
+        momentum = merkle_root([Digest(c) for c in offer.momentum])
+        self._applied.snapshot_installed(index, rules, params, momentum)
+        self._own.append(offer)
+        del self._own[: -limits.snapshots_kept]
+        return True
+
+    def not_fetched(self, index: int) -> None:
+        self._failed.add(index)
+        self._fetching = None
+        self._asked_at = None

@@ -1,0 +1,86 @@
+"""What the trainer is told: which state to adopt, how many deltas it may finish, what to evaluate."""
+
+from __future__ import annotations
+
+import msgspec
+
+from p2pdiloco.protocol.actions import AdoptState, AllowPasses, EvaluateState
+from p2pdiloco.protocol.applied import Applied
+from p2pdiloco.protocol.context import Context
+from p2pdiloco.protocol.delivery import Delivery
+from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.full_round import latest_tokens
+from p2pdiloco.rules.outer_step import too_late
+from p2pdiloco.wire.log import Content, OuterStep, OwnerEntry
+
+
+class _Base(msgspec.Struct, frozen=True):
+    base_version: int
+
+
+class Trainee:
+    """The trainer stands on `adopted`; it is given each newer state once everything certified is applied."""
+
+    def __init__(
+        self, ctx: Context, log: RunLog, applied: Applied, delivery: Delivery, adopted_version: int
+    ) -> None:
+        self._ctx = ctx
+        self._log = log
+        self._applied = applied
+        self._delivery = delivery
+        self._stands_on = adopted_version
+        self._adopted = -1  # newest version given to this life's trainer
+        self._evaluated = -1
+
+    @property
+    def _trains(self) -> bool:
+        return self._ctx.identity.role == "node"
+
+    def started(self) -> None:
+        if self._trains:
+            self._delivery.allow()
+
+    def jumped(self) -> None:
+        """A snapshot replaced the state: what was in flight is judged by the clock like everything else."""
+        self._adopted = -1
+
+    def adopt_if_current(self) -> None:
+        rules = self._applied.rules
+        if not self._trains or not self._applied.current or self._applied.diverged:
+            return
+        if rules.version == self._adopted:
+            return
+        behind = _Base(min(self._stands_on, rules.version))
+        reset = too_late(rules, self._ctx.spec, behind)
+        if reset:
+            self._delivery.clear()
+            self._ctx.say(
+                "absence", f"away since version {self._stands_on}: starting afresh from {rules.version}"
+            )
+        self._adopted = self._stands_on = rules.version
+        self._ctx.emit(AdoptState(rules.version, rules.clock, reset))
+        self._delivery.allow()
+        if rules.version == 0:
+            self._evaluate()
+
+    def installed(self, content: Content) -> None:
+        """Evaluation at the RunSpec's cadence and at the end, by the node that the version chooses."""
+        if not self._trains or not self._applied.current:
+            return
+        rules = self._applied.rules
+        if isinstance(content, OwnerEntry):
+            if content.word.kind == "pause":
+                self._ctx.emit(AllowPasses(0, "the owner paused the run"))
+            elif content.word.kind == "resume":
+                self._delivery.allow()
+        cadence = isinstance(content, OuterStep) and rules.version % self._ctx.spec.eval_every == 0
+        if cadence or rules.finished:
+            trainers = sorted(latest_tokens(rules))
+            if trainers and trainers[rules.version % len(trainers)] == self._ctx.me:
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        version = self._applied.rules.version
+        if version != self._evaluated:
+            self._evaluated = version
+            self._ctx.emit(EvaluateState(version, self._applied.index, self._applied.root))
