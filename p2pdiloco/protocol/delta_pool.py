@@ -183,7 +183,8 @@ class DeltaPool:
 
     def installed(self, step: OuterStep) -> None:
         """The log settled some: keep listed blobs for those who follow, drop what can never be listed."""
-        settled = {PeerId(n.peer): n.sequence for n in (*step.contributions, *step.refused)}
+        settled = {PeerId(r.peer): r.sequence for r in step.refused}
+        settled.update({PeerId(c.peer): c.sequence for c in step.contributions})
         for c in step.contributions:
             known = self._known.get(Digest(c.delta))
             if known is not None:

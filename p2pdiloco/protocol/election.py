@@ -68,11 +68,12 @@ class Election:
         self.due = self._ctx.now + c.timeout_s_min + span * self._ctx.rng()
 
     def tick(self, *, current: bool, stalled: bool) -> None:
-        """Time passed. `stalled`: enough deltas are there and no entry comes (an aggregator that only beats)."""
+        """Time passed. `stalled`: deltas are there and no entry comes (an aggregator that only beats)."""
         if not self.may_vote():
             return
         if self._log.committee.size == 1:
-            if self.leading is None:
+            # The only voter elects itself, once: `try_all` leads as soon as everything is applied.
+            if self.leading is None and self._ballot.term not in self._votes:
                 self.candidate(self._ballot.term + 1, current=current)
             return
         if self._ctx.now >= self.due or stalled:

@@ -1,4 +1,4 @@
-"""A node's brain: one door in (`handle`), one door out (the actions). It composes and routes; the parts decide.
+"""A node's brain: one door in (`handle`), one door out (the actions). It composes; the parts decide.
 
 The same machine runs in a volunteer's daemon, in the tracker's witness and in the simulator.
 """
@@ -196,9 +196,9 @@ class Node:
             self._election.try_all(current=self._applied.current)
             self._proposals.resume()
             self._aggregation.consider()
-            if before == (self._log.index, self._applied.index, self._election.leading):
-                if self._proposals.certified() is None:
-                    break
+            after = (self._log.index, self._applied.index, self._election.leading)
+            if before == after and self._proposals.certified() is None:
+                break
         if self._leave_by is not None and not self._left:
             self._try_to_leave()
 
@@ -213,6 +213,7 @@ class Node:
         self._election.arm()
         for header in self._delivery.in_flight:
             self._pool.note_own(header, self._ctx.identity.signer.public_key)
+            self._pool.check_own(header)
         self._trainee.started()
 
     def _beat(self) -> None:
@@ -338,6 +339,8 @@ class Node:
                 self._membership.said_goodbye(sender)
                 self._aggregation.heard_goodbye(sender, digest_of(event.sealed))
             case msg.PeerRecord():
+                if m.role == "node":
+                    self._trainee.met_another()
                 self._ctx.emit(RememberPeer(sender, event.sealed))
             case msg.OwnerWordMessage():
                 if self._aggregation.refuses_word(m.word) is None:

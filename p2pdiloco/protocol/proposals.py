@@ -62,7 +62,9 @@ class Proposals:
         bodies: dict[Digest, bytes],
         check_other: Callable[[Content], str | None],
     ) -> None:
-        """`bodies` is shared with the election; `check_other` judges membership and owner content: None, or the reason to refuse it."""
+        """`bodies` is shared with the election. `check_other` judges membership and owner content: None, or
+        the reason to refuse it.
+        """
         self._ctx = ctx
         self._log = log
         self._ballot = ballot

@@ -27,6 +27,7 @@ class SnapshotSync:
         self._applied = applied
         self._own = list(own)
         self._asked_at: float | None = None
+        self._patient = False
         self._fetching: tuple[SnapshotOffer, RulesState] | None = None
         self._offers: dict[int, tuple[SnapshotOffer, RulesState, set[PeerId]]] = {}
         self._failed: set[int] = set()
@@ -40,7 +41,7 @@ class SnapshotSync:
         return self._own[-1].index if self._own else 0
 
     def taken(self, offer: SnapshotOffer) -> int | None:
-        """A snapshot of our own is served from now on. Version up to which deltas need not be kept, if any."""
+        """A snapshot of our own is served from now on. The version up to which deltas may go, if any."""
         self._own.append(offer)
         dropped = self._own[: -limits.snapshots_kept]
         del self._own[: -limits.snapshots_kept]
@@ -61,9 +62,10 @@ class SnapshotSync:
             return False
         if self._asked_at is None:
             self._asked_at = self._ctx.now
+            self._patient = bool(peers)
             self._offers.clear()
             self._ask(peers)
-            return bool(peers)
+            return self._patient
         patience = self._ctx.now - self._asked_at
         best = max((i for i in self._offers if i not in self._failed), default=None)
         if best is not None and patience >= self._ctx.spec.committee.heartbeat_s:
@@ -76,8 +78,8 @@ class SnapshotSync:
             self._ask(peers)
             self._asked_at = self._ctx.now
             self._failed.clear()
-            return False  # nobody has one: go through the entries
-        return self._applied.diverged
+            self._patient = False  # nobody has one: go through the entries
+        return self._patient or self._applied.diverged
 
     def _ask(self, peers: list[PeerId]) -> None:
         for peer in peers[: limits.snapshot_donors_max]:

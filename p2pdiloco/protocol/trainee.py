@@ -31,6 +31,7 @@ class Trainee:
         self._stands_on = adopted_version
         self._adopted = -1  # newest version given to this life's trainer
         self._evaluated = -1
+        self._met_another = False
 
     @property
     def _trains(self) -> bool:
@@ -39,6 +40,10 @@ class Trainee:
     def started(self) -> None:
         if self._trains:
             self._delivery.allow()
+
+    def met_another(self) -> None:
+        """Another training node is known."""
+        self._met_another = True
 
     def jumped(self) -> None:
         """A snapshot replaced the state: what was in flight is judged by the clock like everything else."""
@@ -60,8 +65,8 @@ class Trainee:
         self._adopted = self._stands_on = rules.version
         self._ctx.emit(AdoptState(rules.version, rules.clock, reset))
         self._delivery.allow()
-        if rules.version == 0:
-            self._evaluate()
+        if rules.version == 0 and not self._met_another:
+            self._evaluate()  # version 0 has no contributors to choose from: who comes first does it
 
     def installed(self, content: Content) -> None:
         """Evaluation at the RunSpec's cadence and at the end, by the node that the version chooses."""
