@@ -27,10 +27,20 @@ from p2pdiloco.ids import Digest, PeerId, short
 from p2pdiloco.protocol import actions as do
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import Action, Settled
+from p2pdiloco.protocol.context import HeldDelta
 from p2pdiloco.protocol.events import Event
 from p2pdiloco.wire.messages import DeltaHeader, Outcome, SnapshotOffer
 from p2pdiloco_node.flight_recorder import FlightRecorder
-from p2pdiloco_node.ports import Array, BlobStore, Journal, Purpose, Roots, StateKeeper, Transport
+from p2pdiloco_node.ports import (
+    Array,
+    BlobStore,
+    CheckedDelta,
+    Journal,
+    Purpose,
+    Roots,
+    StateKeeper,
+    Transport,
+)
 
 log = logging.getLogger("p2pdiloco.driver")
 T = TypeVar("T")
@@ -58,11 +68,22 @@ class DeltaDoor(Protocol):
 class Desk(Protocol):
     """Where this node's own work is kept in step with the log; calls return at once and keep their order."""
 
+    def known(self, sequence: int) -> None:
+        """The rules are about to hear of the own delta with this sequence."""
+        ...
+
     def settle(self, delta: Digest, how: Settled) -> None: ...
     def adopt(self, version: int, clock: int, params: Awaitable[Array], *, reset: bool) -> None: ...
     def allow(self, allowed: int, why: str) -> None: ...
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None: ...
     def run_ended(self, version: int) -> None: ...
+
+
+class Shelf(Protocol):
+    """Headers of the deltas held here, durable; called in the checks lane."""
+
+    def keep(self, held: HeldDelta) -> None: ...
+    def drop(self, delta: Digest) -> None: ...
 
 
 class Watcher(Protocol):
@@ -76,11 +97,14 @@ class Watcher(Protocol):
 class Ports(NamedTuple):
     """The world of one driver."""
 
+    me: PeerId
+    key: bytes  # own public key
     journal: Journal
     keeper: StateKeeper
     blobs: BlobStore
     transport: Transport
     door: DeltaDoor
+    shelf: Shelf
     watcher: Watcher
     desk: Desk | None  # None: a witness
     keeps_delta: Callable[[Digest], bool]  # an archive keeps what the rules no longer need
@@ -103,7 +127,7 @@ class Driver:
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._left = asyncio.Event()
-        self._allowed: dict[Digest, DeltaHeader] = {}
+        self._known: dict[Digest, tuple[DeltaHeader, PeerId, bytes]] = {}  # header, sender, its key
         self._checking: set[Digest] = set()
         self._saves = ThreadPoolExecutor(1, "saves")
         self._state = ThreadPoolExecutor(1, "state")
@@ -124,8 +148,8 @@ class Driver:
 
     def delta_whole(self, delta: Digest) -> None:
         """An allowed upload is complete and its digest is right: check what it holds."""
-        if delta in self._allowed:
-            self._start(self._check(self._allowed[delta], delta))
+        if delta in self._known:
+            self._start(self._check(self._known[delta][0], delta))
 
     # The loop.
 
@@ -161,6 +185,11 @@ class Driver:
     async def _step(self, event: Event) -> None:
         now = self._clock()
         self._recorder.note(now, event)
+        if isinstance(event, fact.PassFinished):
+            header = event.header
+            self._known[Digest(header.delta)] = (header, self._ports.me, self._ports.key)
+            if self._ports.desk is not None:
+                self._ports.desk.known(header.sequence)
         await self._perform(self._brain.handle(event, now))
 
     async def _perform(self, actions: Sequence[Action]) -> None:
@@ -184,17 +213,16 @@ class Driver:
                 self._start(self._upload(action))
             case do.FetchDelta():
                 self._start(self._fetch(action))
-            case do.AllowDelta(header, sender):
-                self._allowed[Digest(header.delta)] = header
+            case do.AllowDelta(header, sender, key):
+                self._known[Digest(header.delta)] = (header, sender, key)
                 ports.door.allow(header, sender)
                 self._start(self._check_if_here(header))
             case do.RevealDelta(delta):
                 ports.door.reveal(delta)
             case do.DropDelta(delta):
-                self._allowed.pop(delta, None)
+                self._known.pop(delta, None)
                 ports.door.forget(delta)
-                if not ports.keeps_delta(delta):
-                    self._begin(self._wait(self._in(self._checks, ports.blobs.delete, delta)))
+                self._begin(self._wait(self._in(self._checks, self._drop, delta)))
             case do.PrepareOuterStep():
                 done = self._in(self._state, ports.keeper.prepare, action.ticket, action.step)
                 self._start(self._prepared(action, done))
@@ -264,7 +292,8 @@ class Driver:
 
     async def _fetch(self, action: do.FetchDelta) -> Event | None:
         try:
-            await self._ports.transport.fetch(action.delta, action.size_max, action.donors)
+            if not self._ports.blobs.has(action.delta):
+                await self._ports.transport.fetch(action.delta, action.size_max, action.donors)
         except P2PDiLoCoError as error:
             return fact.DeltaNotFetched(action.delta, str(error))
         return await self._check(action.header, action.delta)
@@ -272,7 +301,7 @@ class Driver:
     async def _check_if_here(self, header: DeltaHeader) -> Event | None:
         """A blob that came earlier (a re-offer, a restart) needs no upload."""
         delta = Digest(header.delta)
-        if not await self._in(self._checks, self._ports.blobs.has, delta):
+        if not self._ports.blobs.has(delta):
             return None  # the upload's end will call `delta_whole`
         return await self._check(header, delta)
 
@@ -281,7 +310,7 @@ class Driver:
             return None  # somebody else's upload of the same blob ends in the one event
         self._checking.add(delta)
         try:
-            checked = await self._in(self._checks, self._ports.keeper.check_delta, header, delta)
+            checked = await self._in(self._checks, self._checked, header, delta)
         except P2PDiLoCoError as error:
             return fact.DeltaNotFetched(delta, str(error))
         finally:
@@ -289,6 +318,19 @@ class Driver:
         if checked.outcome is not Outcome.HELD:
             self._ports.watcher.say("refused", f"delta {short(delta)}: {checked.outcome}")
         return fact.DeltaArrived(delta, checked.outcome, checked.norm)
+
+    def _checked(self, header: DeltaHeader | None, delta: Digest) -> CheckedDelta:
+        """In the checks lane: what is good is kept with its header before anybody hears of it."""
+        checked = self._ports.keeper.check_delta(header, delta)
+        known = self._known.get(delta)
+        if known is not None and checked.outcome is Outcome.HELD:
+            self._ports.shelf.keep(HeldDelta(*known, checked.norm))
+        return checked
+
+    def _drop(self, delta: Digest) -> None:
+        self._ports.shelf.drop(delta)
+        if not self._ports.keeps_delta(delta):
+            self._ports.blobs.delete(delta)
 
     async def _prepared(self, action: do.PrepareOuterStep, done: Awaitable[Roots]) -> Event:
         try:

@@ -15,6 +15,7 @@ from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.protocol import actions as do
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import Action, Settled, VoterRecord
+from p2pdiloco.protocol.context import HeldDelta
 from p2pdiloco.protocol.events import Event
 from p2pdiloco.wire.log import Entry, OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Goodbye, Message, Outcome, SnapshotOffer
@@ -116,6 +117,13 @@ class World:
     def forget(self, delta: Digest) -> None:
         self._do("forget")
 
+    # Shelf
+    def keep(self, held: HeldDelta) -> None:
+        self._do(f"keep {held.norm}")
+
+    def drop(self, delta: Digest) -> None:
+        self._do("drop")
+
     # Watcher
     def installed(self, action: do.InstallEntry) -> None:
         self._do(f"installed {action.index}")
@@ -130,6 +138,9 @@ class World:
 class Desk:
     def __init__(self, world: World) -> None:
         self._world = world
+
+    def known(self, sequence: int) -> None:
+        self._world.done.append(f"known {sequence}")
 
     def settle(self, delta: Digest, how: Settled) -> None:
         self._world.done.append(f"settle {how}")
@@ -173,7 +184,10 @@ def make(
     desk: bool = True,
     recorder: FlightRecorder | None = None,
 ) -> Driver:
-    ports = Ports(world, world, world, world, world, world, Desk(world) if desk else None, lambda _: keeps)  # type: ignore[arg-type]
+    ports = Ports(
+        me=PEER, key=b"k" * 32, journal=world, keeper=world, blobs=world, transport=world, door=world,  # type: ignore[arg-type]
+        shelf=world, watcher=world, desk=Desk(world) if desk else None, keeps_delta=lambda _: keeps,
+    )  # fmt: skip
     return Driver(brain, ports, recorder or FlightRecorder())
 
 
@@ -231,7 +245,7 @@ async def test_long_work_ends_in_exactly_one_event(action: Action, fails: str | 
 
 
 async def test_a_prepared_step_reports_its_roots_and_a_failure_says_why() -> None:
-    step = do.PrepareOuterStep(DELTA, 0, None)  # type: ignore[arg-type]
+    step = do.PrepareOuterStep(DELTA, 0, None)
     world = World()
     assert await live(world, [step], 1) == [
         fact.OuterStepPrepared(DELTA, Digest(b"P" * 32), Digest(b"M" * 32))
@@ -243,9 +257,10 @@ async def test_a_prepared_step_reports_its_roots_and_a_failure_says_why() -> Non
 async def test_an_allowed_delta_that_is_here_already_is_checked_at_once() -> None:
     world = World()
     world.blobs.add(DELTA)
-    assert await live(world, [do.AllowDelta(HEADER, PEER)], 1) == [
+    assert await live(world, [do.AllowDelta(HEADER, PEER, b"k" * 32)], 1) == [
         fact.DeltaArrived(DELTA, Outcome.HELD, 2.0)
     ]
+    assert world.done[-2:] == ["check", "keep 2.0"]
 
 
 async def test_an_upload_that_nobody_allowed_is_not_checked() -> None:

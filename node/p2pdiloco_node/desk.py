@@ -1,0 +1,263 @@
+"""The node's own work, kept in step with the log: settle, adopt, allow, evaluate (algorithm.md 3, 6).
+
+Between the driver and the trainer process. The driver's orders wait in one queue and are carried out in
+order by one task; what takes long (arrays, disk) runs in threads. Adoptions that were overtaken in the
+queue are left out: only the newest state is worth handing over. Finished passes come the other way: encoded
+and durable first, then a `PassFinished` for the rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from p2pdiloco.errors import PeerError
+from p2pdiloco.ids import Digest, PeerId
+from p2pdiloco.protocol import events as fact
+from p2pdiloco.protocol.actions import Settled
+from p2pdiloco.run_spec import RunSpec
+from p2pdiloco_node.ports import Array
+from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.training import frames
+from p2pdiloco_node.training.arrays import read_array
+from p2pdiloco_node.training.contributor import DiskContributor
+from p2pdiloco_node.training.supervisor import Beginning, Supervisor, Told, TrainerDown
+
+
+class State(NamedTuple):
+    """A certified state that the trainer may stand on."""
+
+    version: int
+    clock: int  # tokens merged
+    params: Array  # (params,)
+
+
+class Evaluation(NamedTuple):
+    """Held-out loss of a certified state, measured here."""
+
+    version: int
+    state_root: Digest
+    loss: float  # nats per token
+    tokens: int
+
+
+class _Settle(NamedTuple):
+    delta: Digest
+    how: Settled
+
+
+class _Adopt(NamedTuple):
+    version: int
+    clock: int
+    params: Awaitable[Array]
+    reset: bool
+
+
+class _Allow(NamedTuple):
+    allowed: int
+    known_sequence: int
+    why: str
+
+
+class _Evaluate(NamedTuple):
+    version: int
+    state_root: Digest
+    params: Awaitable[Array]
+
+
+class _RunEnded(NamedTuple):
+    version: int
+
+
+_Order = _Settle | _Adopt | _Allow | _Evaluate | _RunEnded
+
+
+class TrainerDesk:
+    """Implements driver.Desk. `run` is its task; `begin` and `trainer_said` are the supervisor's ends."""
+
+    def __init__(
+        self,
+        spec_bytes: bytes,
+        spec: RunSpec,
+        peer: PeerId,
+        contributor: DiskContributor,
+        state: State,
+        telemetry: Telemetry,
+        *,
+        put: Callable[[fact.Event], object],
+        on_evaluated: Callable[[Evaluation], None],
+        device: str,
+        micro_batch: int,
+    ) -> None:
+        """`state`: what this life starts from. `put` queues an event for the rules."""
+        self._spec_bytes = spec_bytes
+        self._spec = spec
+        self._peer = peer
+        self._contributor = contributor
+        self._state = state
+        self._telemetry = telemetry
+        self._put = put
+        self._on_evaluated = on_evaluated
+        self._device = device
+        self._micro_batch = micro_batch
+        self._supervisor: Supervisor | None = None
+        self._orders: deque[_Order] = deque()
+        self._ordered = asyncio.Event()
+        self._shards: Sequence[Path] = ()
+        self._evaluation_shard = Path()
+        self._may_train = asyncio.Event()
+        self._known_sequence = contributor.next_sequence - 1
+        self._reset = False  # owed to the next adoption
+        self._roots: dict[int, Digest] = {}  # versions under evaluation
+        self.over = asyncio.Event()
+
+    def attach(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def data_is_here(self, shards: Sequence[Path], evaluation: Path) -> None:
+        """Every shard is on this disk: the trainer may begin."""
+        self._shards, self._evaluation_shard = shards, evaluation
+        self._may_train.set()
+
+    @property
+    def evaluating(self) -> bool:
+        return bool(self._roots)
+
+    # The driver's orders: noted at once, carried out by `run`.
+
+    def known(self, sequence: int) -> None:
+        """The rules know of the own delta with this sequence now."""
+        self._known_sequence = max(self._known_sequence, sequence)
+
+    def settle(self, delta: Digest, how: Settled) -> None:
+        self._order(_Settle(delta, how))
+
+    def adopt(self, version: int, clock: int, params: Awaitable[Array], *, reset: bool) -> None:
+        self._order(_Adopt(version, clock, params, reset))
+
+    def allow(self, allowed: int, why: str) -> None:
+        self._order(_Allow(allowed, self._known_sequence, why))
+
+    def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:
+        self._roots[version] = state_root
+        self._telemetry.evaluating = True
+        self._order(_Evaluate(version, state_root, params))
+
+    def run_ended(self, version: int) -> None:
+        self._order(_RunEnded(version))
+
+    def _order(self, order: _Order) -> None:
+        self._orders.append(order)
+        self._ordered.set()
+
+    async def run(self) -> None:
+        """Carry out orders until cancelled. Raises: OperatorError (disk)."""
+        while True:
+            await self._ordered.wait()
+            while self._orders:
+                await self._carry_out(self._orders.popleft())
+            self._ordered.clear()
+
+    async def _carry_out(self, order: _Order) -> None:
+        supervisor = self._supervisor
+        assert supervisor is not None, "orders before the trainer's supervisor"
+        match order:
+            case _Settle(delta, how):
+                await asyncio.to_thread(self._contributor.settle, delta, how)
+                self._reset = self._reset or how is Settled.NOT_FINITE
+            case _Adopt():
+                await self._adopt(order, supervisor)
+            case _Allow(allowed, known_sequence, why):
+                supervisor.allow(allowed, known_sequence, why)
+            case _Evaluate(version, _, params):
+                await supervisor.evaluate(version, await params)
+            case _RunEnded():
+                supervisor.pause()
+                self.over.set()
+
+    async def _adopt(self, order: _Adopt, supervisor: Supervisor) -> None:
+        params = await order.params
+        self._reset = self._reset or order.reset
+        if any(isinstance(later, _Adopt) for later in self._orders):
+            return  # overtaken; a reset is not forgotten
+        reset, self._reset = self._reset, False
+        if reset:
+            await asyncio.to_thread(self._contributor.reset)
+        self._state = State(order.version, order.clock, params)
+        view = await asyncio.to_thread(self._contributor.view, params)
+        await supervisor.adopt(order.version, order.clock, view, reset=reset)
+
+    # The trainer's side.
+
+    async def begin(self) -> Beginning:
+        """What a fresh trainer starts from; waits for the data."""
+        await self._may_train.wait()
+        state = self._state
+        view = await asyncio.to_thread(self._contributor.view, state.params)
+        configure = frames.Configure(
+            spec=self._spec_bytes,
+            peer=self._peer,
+            shards=tuple(str(path) for path in self._shards),
+            evaluation=str(self._evaluation_shard),
+            exchange="",
+            cursor=self._contributor.cursor,
+            next_sequence=0,
+            device=self._device,
+            micro_batch=self._micro_batch,
+        )
+        return Beginning(configure, state.version, state.clock, view)
+
+    async def trainer_said(self, told: Told) -> None:
+        telemetry = self._telemetry
+        match told:
+            case frames.Configured(device):
+                telemetry.device = device
+            case frames.Stepped(step, _, loss, tokens_per_s, gap_s, version):
+                telemetry.stepped(step, loss, tokens_per_s, gap_s, version)
+            case frames.PassDone():
+                await self._pass_done(told)
+            case frames.Waiting(why):
+                telemetry.waiting(why)
+            case frames.NotFinite(step, _, what):
+                telemetry.say(
+                    "trainer", f"A {what} that is not finite at inner step {step}: back to the anchor."
+                )
+                self._put(fact.TrainerNotFinite())
+            case frames.Evaluated(version, loss, tokens):
+                root = self._roots.pop(version, None)
+                telemetry.evaluating = bool(self._roots)
+                if root is not None:
+                    self._on_evaluated(Evaluation(version, root, loss, tokens))
+            case TrainerDown(why, retry_s, braked):
+                self._roots.clear()
+                telemetry.evaluating = False
+                telemetry.trainer_down(why, retry_s, braked=braked)
+            case frames.Ready() | frames.Saved() | frames.Failed():
+                pass  # Failed is followed by TrainerDown, which says it
+
+    async def _pass_done(self, done: frames.PassDone) -> None:
+        """Encoded, durable, then said to the rules."""
+
+        def finish() -> fact.Event:
+            delta = read_array(Path(done.delta), self._spec.model.params)
+            return fact.PassFinished(self._contributor.finish_pass(delta, done))
+
+        try:
+            event = await asyncio.to_thread(finish)
+        except PeerError:
+            # Not finite or absurdly large: as algorithm.md 6 says, back to G with a clean slate.
+            async def current(params: Array) -> Array:
+                return params
+
+            state = self._state
+            self._telemetry.say(
+                "trainer", "A pass ended in values that are not finite: back to the swarm's state."
+            )
+            self._put(fact.TrainerNotFinite())
+            self.adopt(state.version, state.clock, current(state.params), reset=True)
+            return
+        self._put(event)
+        self._telemetry.pass_sent()
