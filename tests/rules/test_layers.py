@@ -53,7 +53,7 @@ TRAINER = (
     "p2pdiloco_node.training.inner_loop",
     "p2pdiloco_node.training.genesis",
 )
-ADAPTERS = LAYERS[-1]
+VERSION = "p2pdiloco_node.__version__"
 
 
 def module_name(path: Path) -> str:
@@ -109,7 +109,7 @@ def layer_faults(name: str, source: str) -> list[str]:
     faults = []
     for line, imported in imports(source, name.rpartition(".")[0]):
         other = layer_of(imported)
-        if other is None and imported.startswith("p2pdiloco_node."):
+        if other is None and imported.startswith("p2pdiloco_node.") and imported != VERSION:
             faults.append(
                 f"{name}:{line} imports {imported}, which stands above it: pass it in as an argument"
             )
