@@ -79,12 +79,14 @@ simulate-long: $(VENV)/.dev-installed
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
+PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
+
 # Set-up. The stamps are newer than pyproject.toml when the environment matches it.
 
 $(BIN)/python:
 	@echo "[set-up] looking for Python 3.11 or newer"
 	@set -eu; \
-	for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python); do \
+	for python in $(PYTHONS); do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 	    found="$$python"; \
 	    if "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then \
@@ -96,7 +98,7 @@ $(BIN)/python:
 	if [ -n "$${found:-}" ]; then \
 	  echo "[set-up] $$found is new enough but lacks the venv module. On Debian and Ubuntu: apt install python3-venv" >&2; \
 	else \
-	  echo "[set-up] no Python 3.11 or newer found (python3 is $$(python3 --version 2>&1 || true))." >&2; \
+	  echo "[set-up] none of these is Python 3.11 or newer: $(PYTHONS) (python3 is $$(python3 --version 2>&1 || true))." >&2; \
 	  echo "[set-up] Install one, or name it: make PYTHON=/path/to/python3.12 <target>" >&2; \
 	fi; \
 	exit 1
