@@ -82,6 +82,18 @@ def test_tiny_values_give_no_nan(codec, value):
     assert np.abs(again - flat).max() <= 3e-8
 
 
+@pytest.mark.parametrize(
+    ("steps", "sent"), [(2.8, 0), (4.2, 4), (9.8, 7), (16.8, 14), (18.2, 18), (38.43, 35)]
+)
+def test_a_scale_that_float16_rounds_coarsely_turns_no_value_over(steps, sent):
+    """The smallest scale is 2**-32: 9.8 of it must stop at 7, not wrap to the other sign."""
+    flat = np.full(PARAMS, steps * 2.0**-32, np.float32)
+    flat[::2] *= -1
+    again = decode("int4", encode("int4", flat, TENSORS), TENSORS)
+    block = slice(7, 7 + 2048)
+    assert np.array_equal(again[block], np.float32(sent * 2.0**-32) * np.sign(flat[block]))
+
+
 def test_a_small_value_among_large_ones_and_late_in_a_run():
     """Scales around 1e-6 keep their precision, where a bare float16 would have one digit left."""
     flat = normal(1, 3e-6)
