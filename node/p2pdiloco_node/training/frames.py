@@ -1,0 +1,191 @@
+"""What the daemon and its trainer process say to each other, over the trainer's stdin and stdout.
+
+A frame is four bytes of length (big endian) and one MessagePack map with a tag. Arrays never travel here:
+they are raw little-endian float32 files in the exchange folder, and a frame names the file. Both ends are
+this program in one version, so a frame that does not open is our own fault (AssertionError).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import BinaryIO
+
+import msgspec
+
+from p2pdiloco import limits
+
+LENGTH_BYTES = 4
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True):
+    """Base of all frames."""
+
+
+# Daemon to trainer ----------------------------------------------------------------------------------------
+
+
+class Configure(Frame, frozen=True):
+    """The first command of a trainer's life."""
+
+    spec: bytes  # the encoded RunSpec
+    peer: bytes  # PeerId, 32 bytes: the order of the data is this node's own
+    shards: tuple[str, ...]  # one path per shard of the RunSpec, in its order
+    evaluation: str  # path of the held-out shard
+    exchange: str  # folder of the array files
+    cursor: int  # first sequence not yet trained on
+    next_sequence: int  # the number that the next finished pass gets
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    threads: int = 1  # of torch on the CPU
+    micro_batch: int = 0  # sequences per forward pass; 0: the whole batch of an inner step at once
+    moments: str = ""  # file of AdamW moments to start from; empty: from zero, warmed up
+
+
+class Adopt(Frame, frozen=True):
+    """A new global state: the trainer takes it at its next inner-step boundary (algorithm.md 3)."""
+
+    version: int
+    clock: int  # tokens merged, plus those of this node's deltas in flight: what the anchor has seen
+    anchor: str  # file: G - sum(in_flight), for every own delta up to `sequence`
+    sequence: int  # own deltas above this one are not in the anchor yet
+    reset: bool  # theta <- anchor, progress discarded, moments warmed up
+
+
+class Allow(Frame, frozen=True):
+    """Passes up to this number may be finished; the one after is prolonged, then the trainer waits."""
+
+    until_sequence: int
+    why: str  # one sentence for the person, said while waiting
+
+
+class Evaluate(Frame, frozen=True):
+    version: int
+    params: str  # file: the certified params; the trainer removes it
+
+
+class Pause(Frame, frozen=True):
+    """No more inner steps; an evaluation that was asked for is still done."""
+
+
+class Resume(Frame, frozen=True):
+    pass
+
+
+class SaveCheckpoint(Frame, frozen=True):
+    """Write the moments to `path` (they are no part of the global state)."""
+
+    path: str
+
+
+class Stop(Frame, frozen=True):
+    pass
+
+
+Command = Configure | Adopt | Allow | Evaluate | Pause | Resume | SaveCheckpoint | Stop
+
+# Trainer to daemon ----------------------------------------------------------------------------------------
+
+
+class Ready(Frame, frozen=True):
+    """Torch is imported; the trainer waits for `Configure`."""
+
+    import_s: float
+
+
+class Configured(Frame, frozen=True):
+    device: str  # for the page: "cpu, 1 thread" or the GPU's name
+    params: int
+
+
+class Stepped(Frame, frozen=True):
+    """At most every half second."""
+
+    step: int  # inner steps of this pass so far
+    inner_steps: int  # H
+    loss: float  # of the last inner step, nats per token
+    tokens_per_s: float  # since the last report
+    longest_gap_s: float  # between the ends of two inner steps since the last report
+    version: int  # adopted
+    lr: float
+
+
+class PassDone(Frame, frozen=True):
+    """A pass ended; the trainer goes on at once."""
+
+    sequence: int
+    delta: str  # file: the raw pseudo-gradient; the trainer removes it once an anchor contains it
+    base_version: int  # the anchor's version when the pass began
+    steps: int
+    data_first: int  # in sequences of the node's own order
+    data_count: int
+    loss: float  # mean over the pass, nats per token
+
+
+class Waiting(Frame, frozen=True):
+    """The prolonged pass is full and nothing is allowed: the one exception to "nobody waits"."""
+
+    why: str
+
+
+class NotFinite(Frame, frozen=True):
+    """A loss or gradient that is not finite: back to the anchor, no delta, the pass begins again."""
+
+    step: int
+    data_first: int
+    what: str
+
+
+class Evaluated(Frame, frozen=True):
+    version: int
+    loss: float  # nats per token
+    tokens: int
+
+
+class Saved(Frame, frozen=True):
+    path: str
+    size: int  # bytes
+    digest: bytes  # SHA-256 of the file
+
+
+class Failed(Frame, frozen=True):
+    """The last word of a trainer that cannot go on and knows why."""
+
+    message: str
+
+
+Event = Ready | Configured | Stepped | PassDone | Waiting | NotFinite | Evaluated | Saved | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(Command)
+_events = msgspec.msgpack.Decoder(Event)
+
+
+def pack(frame: Frame) -> bytes:
+    """Length and content."""
+    content = _encoder.encode(frame)
+    assert len(content) <= limits.trainer_frame_bytes_max, f"a frame of {len(content)} bytes"
+    return len(content).to_bytes(LENGTH_BYTES, "big") + content
+
+
+def write_event(stream: BinaryIO, event: Event) -> None:
+    stream.write(pack(event))
+    stream.flush()
+
+
+def read_command(stream: BinaryIO) -> Command | None:
+    """Blocks. None: the daemon is gone."""
+    header = stream.read(LENGTH_BYTES)
+    if len(header) < LENGTH_BYTES:
+        return None
+    size = int.from_bytes(header, "big")
+    content = stream.read(size)
+    return _commands.decode(content) if len(content) == size else None
+
+
+async def read_event(stream: asyncio.StreamReader) -> Event | None:
+    """None: the trainer closed its end."""
+    try:
+        size = int.from_bytes(await stream.readexactly(LENGTH_BYTES), "big")
+        assert size <= limits.trainer_frame_bytes_max, f"a frame of {size} bytes"
+        return _events.decode(await stream.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return None
