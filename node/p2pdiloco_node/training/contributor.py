@@ -1,0 +1,271 @@
+"""A node's own deltas on the daemon's side: numpy and files, no torch (protocol.md 7, algorithm.md 3, 6, 7).
+
+Sequence, cursor, error feedback and in flight are one durable record, written before a header leaves. On
+disk it is two generations of `record.N` (a digest, then MessagePack), each naming the file with its `e`;
+what is in flight is decoded from the delta's own blob, because dense codecs send what they keep. The record
+is written last: until it is there, the one before holds, and nothing of a pass has happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Annotated, NamedTuple, Protocol
+
+import numpy as np
+from msgspec import Meta
+
+from p2pdiloco import limits
+from p2pdiloco.diloco.compress import Origin
+from p2pdiloco.diloco.compress import decode as decode_delta
+from p2pdiloco.diloco.error_feedback import ErrorFeedback
+from p2pdiloco.errors import PeerError, TransportError
+from p2pdiloco.ids import Digest, RunId, digest_of, short
+from p2pdiloco.protocol.actions import Settled
+from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.wire.codec import Struct, decode, encode
+from p2pdiloco.wire.log import Bytes32, Count
+from p2pdiloco.wire.messages import DeltaHeader
+from p2pdiloco.wire.signing import Signer, delta_statement
+from p2pdiloco_node.ports import Array, BlobStore
+from p2pdiloco_node.training.frames import PassDone
+
+log = logging.getLogger(__name__)
+
+# After a damaged record, numbers that its lost successors may have used are left out.
+SEQUENCE_SKIP = 16
+
+
+class WriteDurably(Protocol):
+    """Replace or create a file with these bytes, durable when it returns. Raises: OperatorError."""
+
+    def __call__(self, path: Path, data: bytes | memoryview, /) -> None: ...
+
+
+class Record(Struct, frozen=True):
+    """What must not be forgotten between two passes."""
+
+    generation: Count
+    sequence: Count  # of the last delta made
+    cursor: Count  # first sequence of the data order not trained on
+    feedback: Count  # generation whose file holds e; 0: e is zero
+    feedback_digest: Bytes32
+    in_flight: Annotated[tuple[DeltaHeader, ...], Meta(max_length=limits.in_flight_max)]
+
+
+class AnchorView(NamedTuple):
+    """What the trainer adopts, and which own deltas it takes into account."""
+
+    anchor: Array  # (params,) G - sum(in_flight)
+    sequence: int  # own deltas up to this one are settled or subtracted
+    unmerged_tokens: int  # of the deltas in flight: the anchor has seen them, the token clock has not
+
+
+class DiskContributor:
+    """Implements ports.Contributor. Thread-safe; every call that changes something is durable on return."""
+
+    def __init__(
+        self,
+        folder: Path,
+        run: RunId,
+        spec: RunSpec,
+        signer: Signer,
+        blobs: BlobStore,
+        write_durably: WriteDurably,
+    ) -> None:
+        """Load the newest whole record. `folder` exists and belongs to this run and identity alone."""
+        self._folder = folder
+        self._run = run
+        self._spec = spec
+        self._signer = signer
+        self._blobs = blobs
+        self._write = write_durably
+        self._lock = threading.Lock()
+        self._feedback = ErrorFeedback(spec.model.params, beta=spec.outer.error_feedback_beta)
+        self._headers: dict[Digest, DeltaHeader] = {}
+        self._record = Record(0, 0, 0, 0, bytes(32), ())
+        self._load()
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the next delta."""
+        with self._lock:
+            return self._record.sequence + 1
+
+    @property
+    def cursor(self) -> int:
+        """The first sequence of the node's data order that no delta of this node has used (scenario F4)."""
+        with self._lock:
+            return self._record.cursor
+
+    def finish_pass(self, delta: Array, done: PassDone) -> DeltaHeader:
+        """Encode a pseudo-gradient (params,) with error feedback; blob and record are durable on return.
+
+        Raises:
+            PeerError: NOT_FINITE: the trainer went astray. The pass is lost, and nothing changed.
+            OperatorError: the disk; the same.
+        """
+        spec = self._spec
+        with self._lock:
+            assert done.sequence > self._record.sequence, f"delta {done.sequence} was made already"
+            before = self._feedback.e
+            sent = self._feedback.send(
+                delta, spec.outer.codec, spec.model.tensors, Origin(self._signer.peer_id, done.sequence)
+            )
+            statement = delta_statement(
+                self._run, sent.digest, 0, done.base_version, done.sequence, done.steps
+            )
+            header = DeltaHeader(
+                delta=sent.digest,
+                size=len(sent.blob),
+                codec=spec.outer.codec,
+                fragment=0,
+                base_version=done.base_version,
+                sequence=done.sequence,
+                steps=done.steps,
+                data_first=done.data_first,
+                data_count=done.data_count,
+                loss=done.loss,
+                signature=self._signer.sign(statement),
+            )
+            self._headers[sent.digest] = header
+            try:
+                self._blobs.put(sent.digest, sent.blob)
+                self._save(done.sequence, done.data_first + done.data_count, e_changed=True)
+            except BaseException:
+                # Not durable, so it never was: the record on disk does not know it either.
+                self._feedback.e = before
+                self._feedback.dropped(sent.digest)
+                del self._headers[sent.digest]
+                raise
+            return header
+
+    def settle(self, delta: Digest, how: Settled) -> None:
+        """The table of algorithm.md 6; a delta that is not in flight (any more) changes nothing."""
+        with self._lock:
+            if delta not in self._headers:
+                return
+            e_changed = False
+            match how:
+                case Settled.LISTED:
+                    self._feedback.listed(delta)
+                case Settled.PASSED_OVER:
+                    self._feedback.passed_over(delta)
+                    e_changed = True
+                case Settled.REFUSED | Settled.TOO_LATE:
+                    self._feedback.dropped(delta)
+                case Settled.NOT_FINITE:
+                    self._feedback.clear()
+                    self._headers.clear()
+                    e_changed = True
+            self._headers.pop(delta, None)
+            self._save(self._record.sequence, self._record.cursor, e_changed=e_changed)
+
+    def reset(self) -> None:
+        """Absent beyond staleness_max: in flight, error feedback and pending cleared (algorithm.md 6)."""
+        with self._lock:
+            self._feedback.clear()
+            self._headers.clear()
+            self._save(self._record.sequence, self._record.cursor, e_changed=True)
+
+    def in_flight(self) -> list[DeltaHeader]:
+        """Unsettled deltas, oldest first."""
+        with self._lock:
+            return list(self._headers.values())
+
+    def anchor(self, params: Array) -> Array:
+        """G - sum(in_flight), a new array."""
+        return self.view(params).anchor
+
+    def view(self, params: Array) -> AnchorView:
+        """The anchor for `params` (params,), together with what it accounts for, at one moment."""
+        with self._lock:
+            pending = list(self._feedback.pending.values())
+            sequence = self._record.sequence
+            steps = sum(h.steps for h in self._headers.values())
+        # Outside the lock: pending arrays are never written to.
+        anchor = params.copy()
+        for decoded in pending:
+            anchor -= decoded
+        return AnchorView(anchor, sequence, steps * self._spec.tokens_per_inner_step)
+
+    # Disk.
+
+    def _save(self, sequence: int, cursor: int, *, e_changed: bool) -> None:
+        generation = self._record.generation + 1
+        feedback, digest = self._record.feedback, self._record.feedback_digest
+        if e_changed:
+            e = np.ascontiguousarray(self._feedback.e, dtype="<f4").data.cast("B")
+            self._write(self._folder / f"e.{generation}", e)
+            feedback, digest = generation, digest_of(e)
+        record = Record(generation, sequence, cursor, feedback, digest, tuple(self._headers.values()))
+        data = encode(record)
+        self._write(self._folder / f"record.{generation}", digest_of(data) + data)
+        previous, self._record = self._record, record
+        self._remove_but({record.generation, previous.generation}, {record.feedback, previous.feedback})
+
+    def _remove_but(self, records: set[int], feedbacks: set[int]) -> None:
+        for path in self._folder.iterdir():
+            kind, _, number = path.name.partition(".")
+            kept = records if kind == "record" else feedbacks if kind == "e" else None
+            if kept is not None and number.isdecimal() and int(number) not in kept:
+                path.unlink(missing_ok=True)
+
+    def _load(self) -> None:
+        found = sorted(
+            (
+                int(p.name.partition(".")[2])
+                for p in self._folder.glob("record.*")
+                if p.suffix[1:].isdecimal()
+            ),
+            reverse=True,
+        )
+        for place, generation in enumerate(found):
+            record = self._read(generation)
+            if record is None:
+                log.warning("the training record %s/record.%d is damaged and is skipped for the one before.",
+                            self._folder, generation)  # fmt: skip
+                continue
+            skipped = SEQUENCE_SKIP if place else 0
+            # Generations never go back, or an old file could be taken for a new one.
+            self._record = Record(
+                found[0], record.sequence + skipped, record.cursor, record.feedback, record.feedback_digest,
+                record.in_flight,
+            )  # fmt: skip
+            return
+        if found:
+            log.warning(
+                "no training record in %s is whole: own deltas in flight are forgotten.", self._folder
+            )
+            self._record = Record(found[0], SEQUENCE_SKIP * len(found), 0, 0, bytes(32), ())
+
+    def _read(self, generation: int) -> Record | None:
+        """A whole record with its arrays loaded, or None."""
+        try:
+            with (self._folder / f"record.{generation}").open("rb") as file:
+                data = file.read(limits.message_bytes_max)
+            if digest_of(data[32:]) != data[:32]:
+                return None
+            record = decode(data[32:], Record)
+            params = self._spec.model.params
+            e = np.zeros(params, np.float32)
+            if record.feedback:
+                e = np.fromfile(self._folder / f"e.{record.feedback}", "<f4", params + 1)
+                if e.size != params or digest_of(e.data.cast("B")) != record.feedback_digest:
+                    return None
+        except (OSError, PeerError):
+            return None
+        self._feedback.e = e.astype(np.float32, copy=False)
+        self._feedback.pending.clear()
+        self._headers.clear()
+        for header in record.in_flight:
+            delta = Digest(header.delta)
+            try:
+                decoded = decode_delta(header.codec, self._blobs.read(delta), self._spec.model.tensors)
+            except (TransportError, PeerError) as error:
+                log.warning("the own delta %s is gone (%s); it is no longer in flight.", short(delta), error)
+                continue
+            self._feedback.pending[delta] = decoded
+            self._headers[delta] = header
+        return record
