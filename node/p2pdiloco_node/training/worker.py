@@ -1,0 +1,339 @@
+"""The trainer process: a plain loop of inner steps that never waits for the network.
+
+`python -m p2pdiloco_node.training.worker [NICE]` reads commands from stdin and writes events to stdout
+(frames.py); arrays go through files in the exchange folder. Read `Worker.turn` first: it is the loop's body.
+It may crash without taking the daemon along, and it ends at once when the daemon does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.ids import PeerId
+from p2pdiloco.run_spec import RunSpec, run_id_of
+from p2pdiloco.wire.codec import decode
+from p2pdiloco_node.training import frames
+from p2pdiloco_node.training.arrays import read_array, take_array, write_array
+from p2pdiloco_node.training.data import DataOrder, ShardReader, evaluation_places
+from p2pdiloco_node.training.evaluation import Evaluation
+from p2pdiloco_node.training.frames import Command, Event
+from p2pdiloco_node.training.moments_file import read_moments, write_moments
+from p2pdiloco_node.training.passes import Next, Pass, next_move
+from p2pdiloco_node.training.schedule import learning_rate
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Sent:
+    """An own pass that the adopted anchor may not contain yet."""
+
+    sequence: int
+    path: Path
+    tokens: int
+
+
+class Worker:
+    """One node's training. `obey` takes commands; `turn` does the next piece of work."""
+
+    def __init__(
+        self, configure: frames.Configure, emit: Callable[[Event], None], clock: Callable[[], float]
+    ) -> None:
+        """Builds the model. Raises: OperatorError: data or device cannot be used."""
+        # Here, because importing torch takes seconds in which commands can already be read.
+        from p2pdiloco_node.training.inner_loop import InnerLoop, choose_device, set_threads
+
+        self._emit, self._clock = emit, clock
+        self.spec = spec = decode(configure.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
+        set_threads(configure.threads)
+        try:
+            device = choose_device(configure.device)
+        except ValueError as error:
+            raise OperatorError(f"device {configure.device!r}: {error}; use auto or cpu.", 6) from None
+        self.loop = InnerLoop(spec, device=device, micro_batch=configure.micro_batch)
+        if configure.moments:
+            self.loop.load_moments(*read_moments(Path(configure.moments), spec.model.params))
+        seq_len = spec.model.seq_len
+        sizes = [shard.tokens for shard in spec.data.shards]
+        self._order = DataOrder(
+            run_id_of(configure.spec), PeerId(configure.peer), sizes,
+            seq_len=seq_len, window_shards=limits.data_window_shards,
+        )  # fmt: skip
+        self._shards = ShardReader([Path(p) for p in configure.shards], sizes, seq_len=seq_len)
+        held_out = spec.data.evaluation.tokens
+        self._held_out = ShardReader([Path(configure.evaluation)], [held_out], seq_len=seq_len)
+        self._eval_places = evaluation_places(
+            held_out, seq_len=seq_len, tokens_max=limits.evaluation_tokens_max
+        )
+        self._eval_slice = configure.micro_batch or spec.inner.sequences_per_step
+        self._exchange = Path(configure.exchange)
+        self._next_sequence = configure.next_sequence
+        self._cursor = configure.cursor
+        self._allow = frames.Allow(configure.next_sequence - 1, "waiting for the swarm")
+        self._pass: Pass | None = None  # None: nothing adopted yet
+        self._version = 0
+        self._clock_tokens = 0  # token clock that the anchor contains
+        self._sent: list[Sent] = []
+        self._adopt: frames.Adopt | None = None
+        self._asked: deque[frames.Evaluate] = deque()
+        self._evaluation: Evaluation | None = None
+        self._paused = False
+        self._waiting = False
+        self._stepped_at: float | None = None  # end of the last inner step; None: the next ends no gap
+        self._pass_seen_at = clock()  # up to here the pass's seconds are counted
+        self._reported_at = clock()
+        self._longest_gap_s = 0.0
+        self._reported_tokens = 0
+        emit(frames.Configured(self.loop.device_name, spec.model.params))
+
+    # The loop's body.
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do until the next command."""
+        if self._adopt is not None or self._evaluation is not None or self._asked:
+            return False
+        return self._paused or self._pass is None or self._waiting
+
+    def turn(self) -> None:
+        """At an inner-step boundary: adopt, evaluate a slice, then one inner step or the end of the pass."""
+        if self._adopt is not None:
+            self._take_over(self._adopt)
+            self._adopt = None
+        self._evaluate_slice()
+        if self._paused or self._pass is None or self._waiting:
+            return
+        move = next_move(
+            self._pass,
+            inner_steps=self.spec.inner.inner_steps,
+            pass_s=self.spec.inner.pass_s,
+            allowed=self._next_sequence <= self._allow.until_sequence,
+        )
+        if move is Next.STEP:
+            self._step(self._pass)
+        elif move is Next.FINISH:
+            self._finish(self._pass)
+        else:
+            self._waiting = True
+            self._emit(frames.Waiting(self._allow.why))
+
+    def obey(self, command: Command) -> None:
+        """Take a command; the work that follows from it is done at the next boundary."""
+        match command:
+            case frames.Adopt():
+                if self._adopt is not None:  # overtaken before it was used
+                    Path(self._adopt.anchor).unlink(missing_ok=True)
+                    command = frames.Adopt(
+                        command.version, command.clock, command.anchor, command.sequence,
+                        reset=command.reset or self._adopt.reset,
+                    )  # fmt: skip
+                self._adopt = command
+                self._waiting = self._waiting and not command.reset
+            case frames.Allow():
+                self._allow = command
+                self._waiting = False
+            case frames.Evaluate():
+                if len(self._asked) == limits.evaluations_waiting_max:
+                    Path(self._asked.popleft().params).unlink(missing_ok=True)
+                self._asked.append(command)
+            case frames.Pause():
+                self._paused, self._stepped_at = True, None
+            case frames.Resume():
+                self._paused = False
+                self._pass_seen_at = self._reported_at = self._clock()
+            case frames.SaveCheckpoint(path):
+                self._save(Path(path))
+            case frames.Stop():
+                raise SystemExit(0)
+            case frames.Configure():
+                raise AssertionError("configured twice")
+
+    # Pieces of work.
+
+    def _take_over(self, adopt: frames.Adopt) -> None:
+        """algorithm.md 3. An anchor made before the daemon knew of a finished pass lacks that delta still."""
+        anchor = take_array(Path(adopt.anchor), self.spec.model.params)
+        for sent in [s for s in self._sent if adopt.reset or s.sequence <= adopt.sequence]:
+            sent.path.unlink(missing_ok=True)
+            self._sent.remove(sent)
+        for sent in self._sent:
+            anchor -= read_array(sent.path, len(anchor))
+        first = self._pass is None
+        # The first adoption of a life has no progress to carry; moments from a checkpoint stay.
+        if first and not adopt.reset:
+            self.loop.start_from(anchor)
+        else:
+            self.loop.adopt(anchor, reset=adopt.reset)
+        self._version = adopt.version
+        self._clock_tokens = adopt.clock + sum(s.tokens for s in self._sent)
+        if first or adopt.reset:
+            self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._pass = Pass(base_version=self._version, data_first=self._cursor)
+        self._pass_seen_at = self._clock()
+
+    def _step(self, current: Pass) -> None:
+        inner = self.spec.inner
+        step_tokens = self.spec.tokens_per_inner_step
+        batch = self._shards.read(self._order.places(self._cursor, inner.sequences_per_step))
+        rate = learning_rate(
+            inner, self._clock_tokens + current.steps * step_tokens,
+            target_tokens=self.spec.target_tokens, step_tokens=step_tokens,
+        )  # fmt: skip
+        began = self._clock()
+        loss = self.loop.step(batch, rate)
+        self._cursor += inner.sequences_per_step
+        if loss is None:
+            self.loop.roll_back()
+            self._emit(frames.NotFinite(current.steps + 1, current.data_first, "loss or gradient"))
+            self._begin_pass()  # behind the data that was used: the same batch may fail the same way
+            return
+        now = self._clock()
+        current.add_step(loss, now - self._pass_seen_at)
+        gap_s = now - (began if self._stepped_at is None else self._stepped_at)
+        self._longest_gap_s = max(self._longest_gap_s, gap_s)
+        self._stepped_at = self._pass_seen_at = now
+        self._reported_tokens += step_tokens
+        self._report(current, loss, rate, now)
+
+    def _report(self, current: Pass, loss: float, rate: float, now: float) -> None:
+        elapsed = now - self._reported_at
+        if elapsed < limits.trainer_report_s:
+            return
+        self._emit(
+            frames.Stepped(
+                current.steps,
+                self.spec.inner.inner_steps,
+                loss,
+                self._reported_tokens / elapsed,
+                self._longest_gap_s,
+                self._version,
+                rate,
+            )
+        )
+        self._reported_at, self._reported_tokens, self._longest_gap_s = now, 0, 0.0
+
+    def _finish(self, current: Pass) -> None:
+        delta = self.loop.cut_delta()
+        sequence = self._next_sequence
+        path = self._exchange / f"delta-{sequence}.f32"
+        write_array(path, delta)
+        self._emit(
+            frames.PassDone(
+                sequence,
+                str(path),
+                current.base_version,
+                current.steps,
+                current.data_first,
+                self._cursor - current.data_first,
+                current.loss,
+            )
+        )
+        tokens = current.steps * self.spec.tokens_per_inner_step
+        self._sent.append(Sent(sequence, path, tokens))
+        self._clock_tokens += tokens
+        self._next_sequence += 1
+        self._begin_pass()
+
+    def _evaluate_slice(self) -> None:
+        if self._evaluation is None:
+            if not self._asked:
+                return
+            asked = self._asked.popleft()
+            self.loop.load_evaluation(take_array(Path(asked.params), self.spec.model.params))
+            self._evaluation = Evaluation(asked.version, self._eval_places, slice_sequences=self._eval_slice)
+        if self._evaluation.turn(self._held_out.read, self.loop.evaluate):
+            seq_len = self.spec.model.seq_len
+            done, self._evaluation = self._evaluation, None
+            self.loop.drop_evaluation()
+            self._emit(frames.Evaluated(done.version, done.loss(seq_len), done.tokens(seq_len)))
+
+    def _save(self, path: Path) -> None:
+        """Copy the moments now, write them beside the loop: fsync may take long on a busy disk."""
+        steps, both = self.loop.moments()
+
+        def write() -> None:
+            try:
+                size, digest = write_moments(path, steps, both)
+            except OSError as error:
+                print(f"checkpoint not written: {error}", file=sys.stderr, flush=True)
+                return
+            self._emit(frames.Saved(str(path), size, digest))
+
+        threading.Thread(target=write, name="checkpoint").start()
+
+
+def main() -> None:
+    """The process: import, read commands in a thread, loop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it ends this process in order
+    _die_with_parent()
+    if len(sys.argv) > 1:
+        os.nice(int(sys.argv[1]))  # before the imports: they are what hurts others most
+    # Whatever a library prints goes to stderr; stdout belongs to the frames.
+    events = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def emit(event: Event) -> None:
+        with lock:
+            frames.write_event(events, event)
+
+    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(inbox,), name="commands", daemon=True).start()
+    try:
+        began = time.monotonic()
+        from p2pdiloco_node.training import inner_loop  # noqa: F401  # the seconds are told to the daemon
+
+        emit(frames.Ready(time.monotonic() - began))
+        first = inbox.get()
+        if isinstance(first, frames.Stop):
+            return
+        assert isinstance(first, frames.Configure), f"the first command is {type(first).__name__}"
+        worker = Worker(first, emit, time.monotonic)
+        while True:
+            if worker.idle:
+                worker.obey(inbox.get())
+            while not inbox.empty():
+                worker.obey(inbox.get())
+            worker.turn()
+    except ModuleNotFoundError as error:
+        emit(frames.Failed(f"{error.name} is not installed: pip install 'p2pdiloco[node]'."))
+        raise SystemExit(3) from None
+    except OSError as error:
+        emit(frames.Failed(f"the trainer cannot use a file: {error}; check the disk and its free space."))
+        raise SystemExit(6) from None
+    except OperatorError as error:
+        emit(frames.Failed(str(error)))
+        raise SystemExit(error.exit_code) from None
+
+
+def _read_commands(inbox: queue.SimpleQueue[Command]) -> None:
+    while (command := frames.read_command(sys.stdin.buffer)) is not None:
+        inbox.put(command)
+    os._exit(0)  # the daemon is gone: whatever this process does now, nobody will read it
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel ends us with the daemon, should stdin ever stay open without it."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
