@@ -1,0 +1,121 @@
+"""How long an inner step takes when N trainers share this machine: real trainer processes, timed at once."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.ids import tagged_digest
+from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.wire.codec import encode
+from p2pdiloco_node.ports import Array
+from p2pdiloco_node.training import frames
+from p2pdiloco_node.training.arrays import write_array
+from p2pdiloco_node.training.supervisor import WORKER, trainer_environment
+
+START_S_MAX = 180.0  # imports of N trainers on a busy machine
+STEPS_MIN = 3  # timed ones of each trainer, however slow
+
+
+async def time_inner_steps(
+    spec: RunSpec,
+    params: Array,
+    shards: Sequence[Path],
+    *,
+    trainers: int,
+    seconds: float = 4.0,
+    threads: int = 1,
+    nice: int = 0,
+) -> float:
+    """Seconds of an inner step: the mean of each trainer's, while all of them train; the median of these.
+
+    `spec`: a draft will do (genesis and signature do not matter); `params`: (params,) version 0; `shards`:
+    paths in the order of the spec. Timing begins when the last trainer has taken its first steps.
+
+    Raises: OperatorError: a trainer does not start here (torch missing, no memory) or takes too long.
+    """
+    endless = msgspec.structs.replace(
+        spec, inner=msgspec.structs.replace(spec.inner, inner_steps=2**40, pass_s=86400.0)
+    )
+    begun = asyncio.Barrier(trainers)
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-timing-") as folder:
+
+        def one(number: int) -> asyncio.Task[float]:
+            configure = frames.Configure(
+                spec=encode(endless),
+                peer=tagged_digest("timing", number.to_bytes(4, "big")),
+                shards=tuple(map(str, shards)),
+                evaluation="",
+                exchange=folder,
+                cursor=0,
+                next_sequence=1,
+                threads=threads,
+            )
+            anchor = Path(folder) / f"anchor-{number}.f32"
+            write_array(anchor, params)
+            adopt = frames.Adopt(0, 0, str(anchor), sequence=0, reset=False)
+            return group.create_task(_time_one(configure, adopt, begun, seconds, nice))
+
+        try:
+            async with asyncio.timeout(START_S_MAX + 4 * seconds), asyncio.TaskGroup() as group:
+                timed = [one(number) for number in range(trainers)]
+        except* OperatorError as failed:
+            raise failed.exceptions[0] from None
+        except* TimeoutError:
+            raise OperatorError(
+                f"{trainers} trainers took more than {START_S_MAX:.0f} s to start here; close other "
+                "programs, or start fewer nodes.",
+                exit_code=6,
+            ) from None
+    return statistics.median(task.result() for task in timed)
+
+
+async def _time_one(
+    configure: frames.Configure, adopt: frames.Adopt, begun: asyncio.Barrier, seconds: float, nice: int
+) -> float:
+    process = await asyncio.create_subprocess_exec(
+        *WORKER,
+        str(nice),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=trainer_environment(configure.threads),
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(frames.pack(configure) + frames.pack(adopt))
+        await _next_report(process.stdout)
+        await begun.wait()
+        first = await _next_report(process.stdout)
+        began = time.monotonic()
+        while True:
+            report = await _next_report(process.stdout)
+            elapsed = time.monotonic() - began
+            if elapsed >= seconds and report.step - first.step >= STEPS_MIN:
+                return elapsed / (report.step - first.step)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _next_report(stream: asyncio.StreamReader) -> frames.Stepped:
+    while (event := await frames.read_event(stream)) is not None:
+        if isinstance(event, frames.Stepped):
+            return event
+        if isinstance(event, frames.Failed):
+            raise OperatorError(f"the trainer does not start: {event.message}", exit_code=6)
+    raise OperatorError(
+        f"the trainer does not start here; see what this says: {Path(sys.executable).name} -m {WORKER[-1]}",
+        exit_code=6,
+    )
