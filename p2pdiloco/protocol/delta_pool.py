@@ -168,7 +168,8 @@ class DeltaPool:
         if known.fetching or known.norm is not None:
             return
         known.fetching = True
-        others = sorted({*known.have, *donors} - {self._ctx.me}, key=lambda _: self._ctx.rng())
+        # Sorted before it is shuffled: the order of a set of bytes differs from process to process.
+        others = sorted(sorted({*known.have, *donors} - {self._ctx.me}), key=lambda _: self._ctx.rng())
         self._ctx.emit(FetchDelta(known.header, delta, self._size_max, tuple(others)))
 
     def check_own(self, header: DeltaHeader) -> None:

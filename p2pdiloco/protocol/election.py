@@ -50,6 +50,7 @@ class Election:
         self.again: bytes | None = None  # the body that this term's aggregator must propose first
         self.due = 0.0
         self._heard_at = float("-inf")
+        self._asked_at = float("-inf")
         self._votes: dict[int, dict[PeerId, Cast]] = {}
         self._pre_term = 0
         self._pre_votes: set[PeerId] = set()
@@ -76,6 +77,8 @@ class Election:
             if self.leading is None and self._ballot.term not in self._votes:
                 self.candidate(self._ballot.term + 1, current=current)
             return
+        # A stall is seen at every event; asking once a heartbeat is enough.
+        stalled = stalled and self._ctx.now - self._asked_at >= self._ctx.spec.committee.heartbeat_s
         if self._ctx.now >= self.due or stalled:
             if self.leading is not None and not stalled:
                 self.arm()  # it hears itself
@@ -99,6 +102,7 @@ class Election:
 
     def _begin_pre_vote(self, *, current: bool) -> None:
         self.arm()
+        self._asked_at = self._ctx.now
         self._pre_term = self._ballot.term + 1
         self._pre_votes = {self._ctx.me}
         question = PreVote(self._log.committee_digest, self._pre_term, self._log.index)
