@@ -97,7 +97,7 @@ class DiskJournal:
             size = os.fstat(file.fileno()).st_size
             good = len(TAG) if file.read(len(TAG)) == TAG else 0
             if good:
-                for payload in _frames(file.read):
+                for payload in frames_of(file.read):
                     try:
                         entries.append(decode(payload, Entry, bytes_max=log_frame_bytes_max))
                     except PeerError:
@@ -153,7 +153,7 @@ def _frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + hashlib.sha256(payload).digest()[:8] + payload
 
 
-def _frames(read: Callable[[int], bytes]) -> Iterator[bytes]:
+def frames_of(read: Callable[[int], bytes]) -> Iterator[bytes]:
     """Payloads up to the first frame that is not whole."""
     while len(head := read(FRAME_HEAD_BYTES)) == FRAME_HEAD_BYTES:
         length = int.from_bytes(head[:4], "big")
