@@ -60,7 +60,7 @@ class Delivery:
                 if delta in here:
                     own.held.add(self._ctx.me)
             for voter in committee.members:
-                if voter in own.held or own.retry_at.get(voter, 0.0) > self._ctx.now:
+                if voter in own.held or own.retry_at.get(voter, float("-inf")) > self._ctx.now:
                     continue
                 if voter not in own.noted and voter not in own.refused:
                     self._ctx.send(voter, own.header)
@@ -74,7 +74,7 @@ class Delivery:
             own.revealed = True
             self._ctx.emit(RevealDelta(delta))
         for voter in committee.members:
-            waiting = own.retry_at.get(voter, 0.0) > self._ctx.now
+            waiting = own.retry_at.get(voter, float("-inf")) > self._ctx.now
             if voter == self._ctx.me or voter not in own.noted or waiting:
                 continue
             if voter not in own.held and voter not in own.uploading:

@@ -77,8 +77,13 @@ class DeltaPool:
                 return Outcome.HELD
             self._ctx.emit(AllowDelta(header, sender, key))
             return Outcome.NOTED
-        of_sender = [k.header for k in self._known.values() if k.sender == sender and not k.listed_in]
-        if any(h is not None and h.sequence == header.sequence for h in of_sender):
+        settled = last_sequence(rules, sender)
+        of_sender = [
+            k.header.sequence
+            for k in self._known.values()
+            if k.sender == sender and k.header is not None and k.header.sequence > settled
+        ]
+        if header.sequence in of_sender:
             return Outcome.DUPLICATE
         if len(of_sender) >= limits.held_deltas_per_peer_max:
             return Outcome.RATE_LIMITED

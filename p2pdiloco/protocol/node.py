@@ -64,7 +64,7 @@ class Node:
         self._trainee = Trainee(ctx, self._log, self._applied, self._delivery, restored.adopted_version)
         self._spreading = Spreading(ctx, self._log, self._membership)
         self._sync = SnapshotSync(ctx, self._log, self._applied, restored.snapshots)
-        self._beat_at = 0.0
+        self._beat_at = float("-inf")  # clocks may start below zero
         self._leave_by: float | None = None
         self._left = False
 
