@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -60,13 +59,3 @@ def _extend(runs: list[Run], run: Run, *, joins: bool) -> None:
         runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
     else:
         runs.append(run)
-
-
-def slices_of(tensors: Sequence[TensorSpec]) -> list[tuple[str, slice]]:
-    """Each tensor's name and its slice of the flat array, in the RunSpec's order."""
-    slices = []
-    start = 0
-    for tensor in tensors:
-        slices.append((tensor.name, slice(start, start + tensor.size)))
-        start += tensor.size
-    return slices

@@ -6,7 +6,6 @@ quotient rounded to float32 by itself: arrival order changes no bit, and no mach
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +27,6 @@ class Mean:
 
     def __init__(self, params: int) -> None:
         self.sum: Array = np.zeros(params, np.float32)
-        self.weights: list[float] = []
 
     def add(self, delta: Array, *, weight: float, clip: float) -> None:
         """Add `delta` (float32 [params], overwritten) with its declared weight and clip."""
@@ -37,7 +35,6 @@ class Mean:
             part = delta[first : first + CHUNK]
             part *= factor
             self.sum[first : first + CHUNK] += part
-        self.weights.append(weight)
 
     def divide(self, weight_sum: float) -> Array:
         """The mean, float32 [params], by the declared sum of weights. Clips are not in the divisor."""
@@ -46,10 +43,10 @@ class Mean:
         return self.sum
 
 
-def merge(step: OuterStep, params: int, load: Load, progress: Callable[[], None] | None = None) -> Array:
+def merge(step: OuterStep, params: int, load: Load) -> Array:
     """The mean g of an outer step's contributions, float32 [params].
 
-    `load` is called once for each delta, in digest order; `progress` after each.
+    `load` is called once for each delta, in digest order.
 
     Raises:
         PeerError: what `load` raises for a delta that does not decode.
@@ -59,6 +56,4 @@ def merge(step: OuterStep, params: int, load: Load, progress: Callable[[], None]
     for c in step.contributions:
         load(c.delta, room)
         mean.add(room, weight=c.weight, clip=c.clip)
-        if progress is not None:
-            progress()
     return mean.divide(step.scalars.weight_sum)

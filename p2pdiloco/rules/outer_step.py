@@ -109,7 +109,7 @@ def check_outer_step(
         measured = norms.get(Digest(c.delta))
         if measured is None:
             return "a listed delta is not held here"
-        if not near(c.norm, measured, relative):
+        if not near(c.norm, f32(measured), relative):
             return f"norm {c.norm:.6g} is declared and {measured:.6g} measured"
         # The declared norm is used from here on, so that its tolerance is not spent a second time.
         chosen.append(

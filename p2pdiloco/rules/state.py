@@ -188,7 +188,7 @@ def _peers_after(state: RulesState, step: OuterStep) -> tuple[tuple[PeerState, .
     twice, when every base older than the entry that last named it is too late: its clock is dropped as well.
     """
     peers = {
-        p.peer: replace(p, trust=p.trust - (p.trust >> limits.trust_decay_shift)) if p.trust else p
+        p.peer: replace(p, trust=p.trust - lost) if (lost := p.trust >> limits.trust_decay_shift) else p
         for p in state.peers
     }
     named = [(c.peer, c.sequence, c.tokens) for c in step.contributions]

@@ -2,6 +2,9 @@
 
 import base64
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,32 @@ def test_a_machine_that_flushes_denormals_finds_out():
     finally:
         torch.set_flush_denormal(False)
     assert golden.check_golden() is None
+
+
+def test_other_processor_features_compute_the_same_bits():
+    """numpy picks its loops by processor; the plainest ones must agree with the fastest (algorithm.md 5)."""
+    features = cpu_features()
+    disabled = " ".join(name for name in features.__cpu_dispatch__ if features.__cpu_features__[name])
+    if not disabled:
+        pytest.skip("this build of numpy picks no loops by processor")
+    code = "from p2pdiloco.diloco.golden import check_golden; raise SystemExit(check_golden())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NPY_DISABLE_CPU_FEATURES": disabled},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def cpu_features():
+    try:
+        from numpy._core import _multiarray_umath
+    except ImportError:  # numpy 1
+        from numpy.core import _multiarray_umath
+    return _multiarray_umath
 
 
 def test_denormals_and_all_scalars_are_in_the_vectors():
