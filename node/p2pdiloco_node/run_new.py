@@ -31,7 +31,6 @@ from p2pdiloco.run_spec import (
     CommitteeSpec,
     DataSpec,
     Genesis,
-    InnerSpec,
     ModelSpec,
     OuterSpec,
     RunSpec,
@@ -56,7 +55,7 @@ GENESIS = (sys.executable, "-P", "-m", "p2pdiloco_node.training.genesis")
 
 
 class Draft(NamedTuple):
-    """A run that is complete but for its inner loop's timings: what `tune` may measure with."""
+    """A run that is complete but for its timings and targets: what `tune` may measure with."""
 
     spec: RunSpec
     params: Array  # (params,) version 0
@@ -83,7 +82,7 @@ async def create_run(
     outer: Mapping[str, Any] | None = None,
     committee: Mapping[str, Any] | None = None,
     seed: int | None = None,
-    tune: Callable[[Draft], Awaitable[InnerSpec]] | None = None,
+    tune: Callable[[Draft], Awaitable[RunSpec]] | None = None,
     progress: Progress = lambda _what, _share: None,
 ) -> RunId:
     """Make a run in `out`.
@@ -91,7 +90,7 @@ async def create_run(
     `data`: globs, or None for this interpreter's standard library. `owner_key`: made there if missing;
     None: `owner_key_path()`. `inner`, `outer`, `committee`: fields of the RunSpec's parts that differ from
     the preset's and the design's defaults; `committee` without `genesis`, which is the witness alone.
-    `seed`: of version 0. `tune` gives the inner loop its last word, with everything there to measure.
+    `seed`: of version 0. `tune` has the last word on timings and targets, with everything there to measure.
 
     Raises: OperatorError: `out` holds something, the corpus cannot be used, torch is missing, a value is
     out of range. What was written so far stays and is taken up by the next call; it is no run.
@@ -139,7 +138,7 @@ async def create_run(
     _check(spec)
     if tune is not None:
         paths = tuple(out / BLOBS / shard.digest.hex() for shard in shards.shards)
-        spec = msgspec.structs.replace(spec, inner=await tune(Draft(spec, params, paths)))
+        spec = await tune(Draft(spec, params, paths))
         _check(spec)
     signed = sign_run_spec(spec, owner)
     await asyncio.to_thread(replace_file, files, out / SPEC_FILE, signed)
