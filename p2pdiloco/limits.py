@@ -23,6 +23,7 @@ delta_value_max = 1024.0  # magnitude of one value of a delta; working trainers 
 zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
 uploads_per_node_max = 4  # concurrent blobs served; then 503 with Retry-After and other donors
 fetches_per_node_max = 4  # concurrent blobs fetched
+receives_per_node_max = 16  # concurrent deltas taken from their senders
 
 # Protocol
 contributions_max = 32  # deltas in one outer step
@@ -119,6 +120,7 @@ clock_offset_s_max = 15.0  # a node whose clock is further off is told so; nothi
 
 # Public page
 text_chars_max = 120  # a sentence from a node on the page
+loss_shown_max = 100.0  # nats per token: a guess among all tokens costs 12; more is a lie or a wreck
 events_kept = 200  # in memory and JSON; the database keeps history_rows_max
 events_shown = 20  # on the page
 rounds_shown = 12  # the last outer steps on the page

@@ -295,6 +295,6 @@ def why_bad(report: NodeReport) -> str:
         return f"unknown state {report.state!r}"
     if report.inner_step > limits.pass_prolonged_factor * max(1, report.inner_steps):
         return f"inner step {report.inner_step} of {report.inner_steps}"
-    if report.loss > 1e4 or report.tokens_per_s > 1e12:
+    if report.loss > limits.loss_shown_max or report.tokens_per_s > 1e12:
         return "a loss or a speed that cannot be"
     return ""

@@ -150,7 +150,7 @@ class StatusBuilder:
         self.index = body.index
         term, committee = entry.certificate.term, self.committee
         if term != self.term:
-            self._elected(term, committee, when_unix, self._how())
+            self._elected(term, committee, when_unix)
         match body.content:
             case OuterStep() as step:
                 self._outer_step(step, term, committee, when_unix, dict(losses or {}))
@@ -158,15 +158,14 @@ class StatusBuilder:
                 self._committee_changed(new, when_unix)
             case OwnerEntry(word=word):
                 self._owner_said(word.kind, word.value, when_unix)
-        if isinstance(body.content, Membership):
-            self._elected(term + 1, self.committee, when_unix, "the committee changed")
-        elif entry.certificate.last:
-            self._elected(term + 1, self.committee, when_unix, "handed over")
+        if entry.certificate.last or isinstance(body.content, Membership):
+            # Handing over is everyday life and would fill the list of events: only who fell silent is news.
+            self.term, self.steps_in_term = term + 1, 0
 
     def term_seen(self, term: int, *, when_unix: float) -> None:
         """The witness follows an aggregator of a newer term, before that has certified anything."""
         if self.term is None or term > self.term:
-            self._elected(term, self.committee, when_unix, self._how())
+            self._elected(term, self.committee, when_unix)
 
     def heard(self, peer: PeerId, *, when_unix: float) -> None:
         """The witness received a message from this peer, whatever the directory knows."""
@@ -191,12 +190,15 @@ class StatusBuilder:
             self._forget_strangers()
 
     def evaluated(self, by: PeerId, report: EvalReport, *, when_unix: float) -> None:
-        """An evaluation that the directory accepted; the first one of a version stands."""
-        loss = finite(report.loss)
-        if loss is None or report.version in self.evaluations:
+        """An evaluation that the directory accepted; the first sane one of a version stands."""
+        if not report.loss <= limits.loss_shown_max or report.version in self.evaluations:
             return
         point = EvalPoint(
-            version=report.version, when_unix=when_unix, loss=loss, tokens=report.tokens, by=self.name_of(by)
+            version=report.version,
+            when_unix=when_unix,
+            loss=report.loss,
+            tokens=report.tokens,
+            by=self.name_of(by),
         )
         self.evaluations[report.version] = point
         if len(self.evaluations) > limits.points_kept:
@@ -310,15 +312,13 @@ class StatusBuilder:
                 )
             )
 
-    def _elected(self, term: int, committee: Committee, when: float | None, how: str) -> None:
-        self.term, self.steps_in_term = term, 0
+    def _elected(self, term: int, committee: Committee, when: float | None) -> None:
+        """A term that no entry announced: the first, or one after a silence."""
+        before, self.term, self.steps_in_term = self.term, term, 0
         if when is not None:
             who = self.name_of(committee.aggregator_of(term)).name
-            self.event("elected", f"{who} aggregates, term {term:,}: {how}", when_unix=when)
-
-    def _how(self) -> str:
-        """Why a term began that no entry announced."""
-        return "first aggregator" if self.term is None else f"term {self.term:,} fell silent"
+            why = "the first" if before is None else f"term {before:,} fell silent"
+            self.event("elected", f"{who} aggregates, term {term:,}: {why}", when_unix=when)
 
     def _committee_changed(self, new: Committee, when: float | None) -> None:
         before, after = set(self.committee.members), set(new.members)

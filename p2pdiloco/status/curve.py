@@ -94,10 +94,13 @@ class History:
 def weighted_loss(contributions: Sequence[Contribution], losses: dict[bytes, float]) -> float | None:
     """Token-weighted mean of the senders' losses (nats per token); None where no header is known.
 
-    Weighted, so that who comes and goes does not move the curve (scenario S22). A loss of 0 is "none".
+    Weighted, so that who comes and goes does not move the curve (scenario S22). A loss of 0 is "none",
+    and one that is absurd or not finite is left out: a sender's word must not bend the page.
     """
     known = [
-        (c.tokens, losses[c.delta]) for c in contributions if finite(losses.get(c.delta)) and c.tokens > 0
+        (c.tokens, losses[c.delta])
+        for c in contributions
+        if c.tokens > 0 and 0 < losses.get(c.delta, 0.0) <= limits.loss_shown_max
     ]
     tokens = sum(n for n, _ in known)
     return sum(n * loss for n, loss in known) / tokens if tokens else None

@@ -172,7 +172,7 @@ def _node(b: StatusBuilder, peer: PeerId, row: Listed | None, now: float) -> rm.
         state=state,
         device=clean_text(report.device, 48) if report else "",
         loss=(finite(report.loss) or None) if report and live else None,
-        tokens_per_s=finite(report.tokens_per_s) if report and live else None,
+        tokens_per_s=finite(report.tokens_per_s) if report and state.word in WORKING else None,
         versions_behind=behind,
         tokens=account.tokens,
         tokens_24h=account.tokens_day(now),

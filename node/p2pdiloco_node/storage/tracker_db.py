@@ -43,7 +43,7 @@ DAMAGED_KEPT = 3
 
 
 class Kept(NamedTuple):
-    """History in order of version or time, the newest: limits.points_kept points of each curve, all credits."""
+    """History in order of version or time; of the curves the newest limits.points_kept points."""
 
     versions: tuple[VersionPoint, ...]
     contributions: tuple[Credit, ...]
