@@ -127,8 +127,8 @@ class Delivery:
             own.held.discard(voter)
             own.refused.pop(voter, None)
 
-    def installed(self, step: OuterStep, rules: RulesState) -> None:
-        """Settle by the log: listed, passed over, or too late."""
+    def settle_by(self, step: OuterStep) -> None:
+        """Settle by a certified entry, in the order of the log: listed, passed over, refused."""
         me = self._ctx.me
         mine = [c for c in step.contributions if c.peer == me]
         for c in mine:
@@ -143,7 +143,11 @@ class Delivery:
         for delta, own in list(self._own.items()):
             if own.header.sequence < highest:
                 self._settle(delta, Settled.PASSED_OVER)
-            elif too_late(rules, self._ctx.spec, own.header):
+
+    def settle_late(self, rules: RulesState) -> None:
+        """Bases older than staleness_max at the state that stands now can never be listed."""
+        for delta, own in list(self._own.items()):
+            if too_late(rules, self._ctx.spec, own.header):
                 self._settle(delta, Settled.TOO_LATE)
 
     def clear(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from p2pdiloco import limits
 from p2pdiloco.ids import Digest, PeerId
-from p2pdiloco.protocol.actions import AllowDelta, DropDelta, FetchDelta
+from p2pdiloco.protocol.actions import AllowDelta, DropDelta, FetchDelta, RevealDelta
 from p2pdiloco.protocol.context import Context, HeldDelta
 from p2pdiloco.rules.admission import check_header
 from p2pdiloco.rules.outer_step import Candidate
@@ -29,6 +29,7 @@ class _Known:
         "listed_in",
         "norm",
         "noted_at",
+        "revealed",
         "sender",
     )
 
@@ -42,6 +43,7 @@ class _Known:
         self.complete_at: float | None = None  # when a majority had it, by this clock
         self.fetching = False
         self.listed_in = 0  # version that listed it
+        self.revealed = False
 
 
 class Arrived(HeldDelta, frozen=True):
@@ -177,6 +179,14 @@ class DeltaPool:
         others = sorted(sorted({*known.have, *donors} - {self._ctx.me}), key=lambda _: self._ctx.rng())
         self._ctx.emit(FetchDelta(known.header, delta, self._size_max, tuple(others)))
 
+    def reveal(self, step: OuterStep) -> None:
+        """Serve what a proposed or certified step lists: a majority HAVE it, a voter or follower may not."""
+        for c in step.contributions:
+            known = self._known.get(Digest(c.delta))
+            if known is not None and known.norm is not None and not known.revealed:
+                known.revealed = True
+                self._ctx.emit(RevealDelta(Digest(c.delta)))
+
     def check_own(self, header: DeltaHeader) -> None:
         """An own delta: its blob is here; have it checked like any other."""
         known = self._known[Digest(header.delta)]
@@ -189,6 +199,7 @@ class DeltaPool:
 
     def installed(self, step: OuterStep) -> None:
         """The log settled some: keep listed blobs for those who follow, drop what can never be listed."""
+        self.reveal(step)
         settled = {PeerId(r.peer): r.sequence for r in step.refused}
         settled.update({PeerId(c.peer): c.sequence for c in step.contributions})
         for c in step.contributions:

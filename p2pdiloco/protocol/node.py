@@ -166,8 +166,7 @@ class Node:
                 if covered is not None:
                     self._pool.covered(covered)
             case ev.SnapshotFetched():
-                if self._sync.fetched(event.index):
-                    self._trainee.jumped()
+                self._on_snapshot_fetched(event)
             case ev.SnapshotNotFetched():
                 self._sync.not_fetched(event.index)
                 ctx.say("syncing", f"the snapshot did not come: {event.why}")
@@ -273,7 +272,8 @@ class Node:
         certificate = self._log.entry(index).certificate
         if isinstance(content, OuterStep):
             self._pool.installed(content)
-            self._delivery.installed(content, self._applied.rules)
+            self._delivery.settle_by(content)
+            self._delivery.settle_late(self._applied.rules)
             if content.version % limits.snapshot_every_versions == 0:
                 self._ctx.emit(TakeSnapshot(index, content.version))
         self._aggregation.installed(content, certificate.term)
@@ -287,6 +287,19 @@ class Node:
             self._ctx.say("owner", f"{content.word.kind} at index {index}")
             if content.word.kind == "finish":
                 self._ctx.emit(RunEnded(self._applied.rules.version))
+
+    def _on_snapshot_fetched(self, event: ev.SnapshotFetched) -> None:
+        """The state jumped over entries: they settle own deltas all the same."""
+        before = self._applied.index
+        if not self._sync.fetched(event.index):
+            return
+        for index in range(before + 1, self._applied.index + 1):
+            content = self._log.content(index)
+            if isinstance(content, OuterStep):
+                self._pool.installed(content)
+                self._delivery.settle_by(content)
+        self._delivery.settle_late(self._applied.rules)
+        self._trainee.jumped()
 
     def _refuses_content(self, content: Content) -> str | None:
         if isinstance(content, MembershipEntry):

@@ -81,7 +81,16 @@ class Proposals:
     @property
     def busy(self) -> bool:
         """True while a content of this aggregator is on its way to a certificate."""
+        self._forget_overtaken()
         return self._draft is not None or self._mine is not None
+
+    def _forget_overtaken(self) -> None:
+        """A proposal whose ack is no longer the last one given (a newer term came) is not said again."""
+        if self._mine is not None:
+            body = open_body(self._mine.body)
+            digest = body_digest(self._mine.body)
+            if not self._ballot.is_repeat(self._mine.term, body.index, digest, last=self._mine.last):
+                self._mine = None
 
     # The aggregator's side
 
@@ -142,12 +151,15 @@ class Proposals:
             self._election.resign()
             return
         self._mine = proposal
+        if isinstance(content, OuterStep):
+            self._pool.reveal(content)
         for member in log.committee.members:
             self._ctx.send(member, proposal)
         self._count_own_ack(proposal)
 
     def say_again(self) -> None:
         """Whatever was proposed or acked for the next index, to those who may have missed it."""
+        self._forget_overtaken()
         if self._mine is not None:
             for member in self._log.committee.members:
                 self._ctx.send(member, self._mine)
@@ -179,6 +191,8 @@ class Proposals:
         if not repeat:
             self._election.heard_aggregator(sender, m.term)
         self._remember(m.body)
+        if isinstance(body.content, OuterStep):
+            self._pool.reveal(body.content)
         if repeat and self._ballot.last_ack is not None:
             self._broadcast_ack(self._ballot.last_ack)
             return
