@@ -124,3 +124,11 @@ def _literal(host: str) -> Address:
         return ip_address(host)
     except ValueError:
         raise PeerError("BAD_ADDRESS", f"{host[:45]!r} is not an IP literal") from None
+
+
+def canonical(host: str) -> str:
+    """A socket's peer in one spelling, with IPv4 taken out of its IPv6 wrapping."""
+    try:
+        return str(unwrapped(ip_address(host.partition("%")[0])))
+    except ValueError:
+        return host

@@ -1,0 +1,207 @@
+"""Blobs from several donors: resumed at the last byte, hashed, the liar struck, the next one asked
+(protocol.md 2, 5; scenarios L2, L3, L4, S4b)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from random import Random
+
+import aiohttp
+
+from p2pdiloco import limits
+from p2pdiloco.errors import PeerError, TransportError
+from p2pdiloco.ids import DIGEST_BYTES, Digest, PeerId, short
+from p2pdiloco_node.ports import BlobStore, Purpose
+from p2pdiloco_node.transport.bodies import Pace, TooSlow, read_parts
+from p2pdiloco_node.transport.guards import Strikes
+from p2pdiloco_node.transport.http_session import (
+    answer_head_bytes,
+    read_refusal,
+    request_head_bytes,
+    retry_after_s,
+)
+from p2pdiloco_node.transport.traffic import Traffic
+
+CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
+DONORS_MAX = 32  # donors asked for one blob, those named by a busy one included
+
+Urls = Callable[[PeerId], list[str]]
+
+
+class _Busy(TransportError):
+    """The donor has no free slot; it may have named others."""
+
+    def __init__(self, retry_after_s: float, donors: list[PeerId]) -> None:
+        super().__init__("all slots are taken", retry_after_s)
+        self.donors = donors
+
+
+class Fetcher:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        blobs: BlobStore,
+        urls: Urls,
+        strikes: Strikes,
+        traffic: Traffic,
+        pace: Pace,
+        rng: Random,
+    ) -> None:
+        self._session = session
+        self._blobs = blobs
+        self._urls = urls
+        self._strikes = strikes
+        self._traffic = traffic
+        self._pace = pace
+        self._rng = rng
+        self._slots = asyncio.Semaphore(limits.fetches_per_node_max)
+        self._under_way: dict[Digest, asyncio.Lock] = {}
+
+    async def fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
+        """Into the store. Two calls for one blob take turns, and the second finds it there.
+
+        Raises: TransportError, OperatorError.
+        """
+        lock = self._under_way.setdefault(digest, asyncio.Lock())
+        try:
+            async with lock, self._slots:
+                if not self._blobs.has(digest):
+                    await self._fetch(digest, size_max, donors, purpose)
+        finally:
+            if not lock.locked():
+                self._under_way.pop(digest, None)
+
+    async def _fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
+        asked = sorted(dict.fromkeys(donors), key=lambda d: self._strikes.refused_for_s(d) > 0)
+        gave: set[PeerId] = set()  # whose bytes are in the part; an earlier life's count as unknown
+        if self._blobs.part_size(digest):
+            gave.add(PeerId(b""))
+        alone = False  # bytes of several donors came out damaged: the whole blob from one shows who lies
+        why = TransportError(f"nobody is known who has blob {short(digest)}")
+        for _ in range(limits.fetch_rounds_max):
+            wait, again = 0.0, False
+            for donor in asked:  # grows while it runs: a busy donor names others
+                if self._blobs.has(digest):  # its sender put it meanwhile
+                    return
+                if alone and self._blobs.part_size(digest):
+                    await asyncio.to_thread(self._blobs.delete, digest)
+                    gave.clear()
+                try:
+                    if await self._from(donor, digest, size_max, purpose, gave):
+                        return
+                    why = TransportError(f"blob {short(digest)} came damaged")
+                    alone = again = alone or gave != {donor}
+                    gave.clear()
+                except _Busy as busy:
+                    why, wait, again = busy, max(wait, busy.retry_after_s or 0), True
+                    asked += [d for d in busy.donors if d not in asked][: DONORS_MAX - len(asked)]
+                except TransportError as error:
+                    why = error
+            if not again:
+                break
+            if wait:
+                await asyncio.sleep(wait * self._rng.uniform(0.7, 1.3))
+        raise TransportError(f"blob {short(digest)}: {why}", why.retry_after_s)
+
+    async def _from(
+        self, donor: PeerId, digest: Digest, size_max: int, purpose: Purpose, gave: set[PeerId]
+    ) -> bool:
+        """True: the blob is here. False: what is here now hashes to something else, and is gone."""
+        last = TransportError(f"no address of peer {short(donor)} is known")
+        for url in self._urls(donor):
+            try:
+                await self._read(f"{url}/v1/blobs/{digest.hex()}", donor, digest, size_max, purpose, gave)
+            except PeerError as error:
+                self._strikes.strike(donor, error.reason)
+                raise TransportError(f"peer {short(donor)}: {error}") from None
+            except TooSlow as error:
+                self._strikes.strike(donor, "TOO_SLOW")
+                raise TransportError(f"peer {short(donor)}: {error}") from None
+            except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+                last = TransportError(f"{url}: {type(error).__name__} {error}"[:300])
+                continue
+            if await asyncio.to_thread(self._blobs.finish_part, digest):
+                return True
+            if gave == {donor}:
+                self._strikes.strike(donor, "WRONG_DIGEST")
+            return False
+        raise last
+
+    async def _read(
+        self, url: str, donor: PeerId, digest: Digest, size_max: int, purpose: Purpose, gave: set[PeerId]
+    ) -> None:
+        offset = self._blobs.part_size(digest)
+        headers = {"Range": f"bytes={offset}-", "If-Range": f'"{digest.hex()}"'} if offset else {}
+        async with self._session.get(url, headers=headers, allow_redirects=False) as answer:
+            self._traffic.up_control += request_head_bytes(answer)
+            self._traffic.down_control += answer_head_bytes(answer)
+            if answer.status == 503 or answer.status == 429:
+                said = await read_refusal(answer)
+                raise _Busy(retry_after_s(answer), _peers_in(said.get("donors")))
+            if answer.status == 416 and offset:
+                return  # nothing is left to send: what is here shows whether it is the blob
+            if answer.status not in (200, 206):
+                raise TransportError(f"peer {short(donor)} answered {answer.status} for {short(digest)}")
+            first, size = _extent(answer)
+            if size > size_max:
+                raise PeerError("TOO_BIG", f"a blob of {size} bytes where {size_max} are the most")
+            if first != offset or size < offset:
+                # It does not resume, or tells another size than the one before: begin again.
+                if first != 0:
+                    raise PeerError("BAD_RANGE", f"bytes from {first} where {offset} were asked for")
+                if not self._blobs.has(digest):
+                    await asyncio.to_thread(self._blobs.delete, digest)
+                gave.clear()
+                offset = 0
+            async for part in read_parts(answer.content, size - first, self._pace):
+                self._traffic.down_data += len(part)
+                gave.add(donor)
+                try:
+                    await asyncio.to_thread(self._blobs.append_part, digest, offset, part, size, purpose)
+                except TransportError:
+                    if self._blobs.has(digest):
+                        return
+                    if self._blobs.part_size(digest) <= offset:
+                        # Not another writer that is ahead: the donor before told another size.
+                        await asyncio.to_thread(self._blobs.delete, digest)
+                        gave.clear()
+                    raise
+                offset += len(part)
+
+
+def _extent(answer: aiohttp.ClientResponse) -> tuple[int, int]:
+    """First byte and size of the whole blob, as the answer's head says.
+
+    Raises: PeerError if it says nothing that can be true.
+    """
+    if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise PeerError("ENCODED", "a blob with a Content-Encoding")
+    length = answer.content_length
+    if length is None or length <= 0:
+        raise PeerError("NO_LENGTH", "a blob without a length")
+    if answer.status == 200:
+        return 0, length
+    found = CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+    if found is None:
+        raise PeerError("BAD_RANGE", "a part without its place")
+    first, last, size = int(found[1]), int(found[2]), int(found[3])
+    if last + 1 != size or first + length != size:
+        raise PeerError("BAD_RANGE", f"bytes {first} to {last} of {size} in {length} bytes")
+    return first, size
+
+
+def _peers_in(value: object) -> list[PeerId]:
+    """Peers that a busy donor named."""
+    if not isinstance(value, list):
+        return []
+    found = []
+    for text in value[:DONORS_MAX]:
+        try:
+            name = bytes.fromhex(text)
+        except (TypeError, ValueError):
+            continue
+        if len(name) == DIGEST_BYTES:
+            found.append(PeerId(name))
+    return found
