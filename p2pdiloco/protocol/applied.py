@@ -48,6 +48,10 @@ class Applied:
         self._prepared: dict[Digest, tuple[Digest, Digest]] = {}
         self._preparing: set[Digest] = set()
         self.diverged = False  # a majority certified another root: this state is damaged
+        for index in range(1, self.index + 1):
+            content = log.content(index)
+            if isinstance(content, OuterStep):
+                pool.contains(content)
 
     @property
     def root(self) -> Digest:

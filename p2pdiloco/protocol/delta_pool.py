@@ -197,15 +197,19 @@ class DeltaPool:
         if Digest(header.delta) not in self._known:
             self._known[Digest(header.delta)] = _Known(header, self._ctx.me, key, self._ctx.now)
 
+    def contains(self, step: OuterStep) -> None:
+        """The state here contains `step`: its deltas are kept for those who follow, until they are covered."""
+        for c in step.contributions:
+            known = self._known.get(Digest(c.delta))
+            if known is not None:
+                known.listed_in = step.version
+
     def installed(self, step: OuterStep) -> None:
         """The log settled some: keep listed blobs for those who follow, drop what can never be listed."""
         self.reveal(step)
         settled = {PeerId(r.peer): r.sequence for r in step.refused}
         settled.update({PeerId(c.peer): c.sequence for c in step.contributions})
-        for c in step.contributions:
-            known = self._known.get(Digest(c.delta))
-            if known is not None:
-                known.listed_in = step.version
+        self.contains(step)
         for digest, k in list(self._known.items()):
             if k.listed_in or k.header is None or k.sender is None:
                 continue
