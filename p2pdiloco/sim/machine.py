@@ -21,6 +21,7 @@ from p2pdiloco.sim.disk import Disk, DiskFull, StateFiles
 from p2pdiloco.sim.orders import PERFORM
 from p2pdiloco.sim.trainer import Trainer
 from p2pdiloco.wire.envelope import open_envelope, seal
+from p2pdiloco.wire.log import OuterStep, open_body
 from p2pdiloco.wire.messages import DeltaHeader, Message, PeerRecord, Peers
 from p2pdiloco.wire.signing import Signer
 
@@ -89,6 +90,9 @@ class Machine:
         self.up, self.frozen, self.ended = True, False, False
         self._timer_at = float("inf")
         self.state = self.disk.state
+        # What the log names is served from the start, as the real server does after a restart.
+        bodies = (open_body(entry.body).content for entry in self.disk.entries)
+        self.revealed = {Digest(c.delta) for b in bodies if isinstance(b, OuterStep) for c in b.contributions}
         world = self.world
         identity = Identity(world.run.run, world.run.spec, self.signer, self.boot, self.role, world.verify)
         self.brain = world.make_brain(identity, self._restored(), world.chance.random)

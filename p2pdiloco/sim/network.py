@@ -36,6 +36,7 @@ class Network:
         self.weather = CALM
         self._cut: set[Link] = set()
         self._clogged: dict[Link, list[Deliver]] = {}
+        self.slow: dict[Link, float] = {}  # seconds that a blob takes over such a link
         self.sent = 0
 
     # Faults
@@ -95,4 +96,5 @@ class Network:
         def end() -> None:
             deliver(not lost and self.works(source, target) and self.works(target, source))
 
-        self._at(chance.uniform(weather.delay_s_min, weather.transfer_s_max) * (3 if lost else 1), end)
+        seconds = self.slow.get(link) or chance.uniform(weather.delay_s_min, weather.transfer_s_max)
+        self._at(seconds * (3 if lost else 1), end)

@@ -114,9 +114,8 @@ def accept_upload(m: Machine, sender: PeerId, delta: Digest, data: bytes) -> str
 
 
 def serves(m: Machine, delta: Digest) -> bool:
-    """Commit before reveal: a delta is served once a majority has its header, or the log lists it."""
-    known = delta in m.revealed or delta in m.world.checkers.listed
-    return m.up and not m.frozen and delta in m.disk.blobs and known
+    """Commit before reveal: a delta is served once the brain says so."""
+    return m.up and not m.frozen and delta in m.disk.blobs and delta in m.revealed
 
 
 def upload(m: Machine, action: do.UploadDelta) -> None:
