@@ -97,7 +97,19 @@ class Membership:
     # The aggregator's judgement
 
     def wanted(self, committee: Committee, rules: RulesState, index: int) -> Committee | None:
-        """The committee that should follow, or None while this one is right."""
+        """The committee that should follow, or None while this one is right.
+
+        Never one whose majority is not there: it could not certify anything, the way back included.
+        """
+        new = self._judged(committee, rules, index)
+        if new is None or sum(1 for m in new.members if self._is_present(m)) < new.quorum:
+            return None
+        return new
+
+    def _is_present(self, voter: PeerId) -> bool:
+        return self.silent_s(voter) < self._ctx.spec.committee.timeout_s_max and voter not in self._leaving
+
+    def _judged(self, committee: Committee, rules: RulesState, index: int) -> Committee | None:
         spec = self._ctx.spec.committee
         steady = self._steady(committee, rules, index)
         gone = [v for v in committee.members if self._is_gone(v, rules)]
@@ -145,16 +157,17 @@ class Membership:
         smaller = [s for s in limits.committee_sizes if s < committee.size]
         if not smaller:
             return None
-        # Who leaves goes first, then the newest; the witness stays unless it is away.
+        # Who leaves goes first, then who is away, then the newest; the witness stays unless it is away.
         witness_away = committee.witness != NO_DIGEST and self.silent_s(self._witness) > (
             self._ctx.spec.committee.voter_lease_s
         )
         witness = NO_DIGEST if witness_away or PeerId(committee.witness) in leaving else committee.witness
-        stay = [v for v in committee.voters if v not in leaving]
+        stay = [PeerId(v) for v in committee.voters if v not in leaving]
         seats = smaller[-1] - (witness != NO_DIGEST)
         if len(stay) < seats:
             return None
-        return Committee(witness, tuple(stay[:seats]))
+        kept = sorted(stay, key=lambda v: not self._is_present(v))[:seats]
+        return Committee(witness, tuple(v for v in stay if v in kept))
 
     def _with_witness(self, committee: Committee) -> Committee | None:
         """The witness has a seat while it is there."""
