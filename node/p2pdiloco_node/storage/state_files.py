@@ -92,9 +92,12 @@ class StateFiles:
         for old in self._folders()[2:]:
             self._remove(old)
 
-    def load(self, params: int) -> KeptState | None:
-        """The newest whole state of `params` parameters; damaged and unfinished ones are skipped."""
+    def load(self, params: int, *, index_max: int | None = None) -> KeptState | None:
+        """The newest whole state of `params` parameters, not after `index_max`; damaged and unfinished
+        ones are skipped."""
         for folder in self._folders():
+            if index_max is not None and int(folder.name) > index_max:
+                continue
             manifest = self._manifest(folder)
             state = self._read(folder, manifest, params) if manifest else None
             if state is not None:
@@ -177,7 +180,7 @@ class SnapshotList:
         return found
 
 
-def chunks_of(offer: SnapshotOffer) -> list[Digest]:
+def snapshot_chunks(offer: SnapshotOffer) -> list[Digest]:
     return [Digest(c) for c in (*offer.params, *offer.momentum)]
 
 
