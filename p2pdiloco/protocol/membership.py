@@ -107,7 +107,8 @@ class Membership:
         return new
 
     def _is_present(self, voter: PeerId) -> bool:
-        return self.silent_s(voter) < self._ctx.spec.committee.timeout_s_max and voter not in self._leaving
+        lately = self.silent_s(voter) < 3 * self._ctx.spec.committee.heartbeat_s
+        return lately and voter not in self._leaving
 
     def _judged(self, committee: Committee, rules: RulesState, index: int) -> Committee | None:
         spec = self._ctx.spec.committee
