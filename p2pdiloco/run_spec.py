@@ -175,6 +175,11 @@ def sign_run_spec(spec: RunSpec, owner: Signer) -> bytes:
     return encode(SignedRunSpec(data, owner.sign(b"p2pdiloco/v1/run-spec\0" + data)))
 
 
+def spec_bytes_of(signed: bytes) -> bytes:
+    """The RunSpec's own bytes, as signed. Raises: PeerError MALFORMED."""
+    return decode(signed, SignedRunSpec, bytes_max=limits.run_spec_bytes_max + 1024).spec
+
+
 def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None) -> tuple[RunId, RunSpec]:
     """Open an untrusted signed RunSpec.
 

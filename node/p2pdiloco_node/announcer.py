@@ -1,0 +1,112 @@
+"""Telling the tracker that this node is here, for as long as it lives (protocol.md 6; scenarios B1, C1).
+
+A running swarm does not need the answer: when the tracker is away, peers tell each other where they are, it
+is tried again with capped and jittered back-off, and the person is told since when it is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from random import Random
+
+import aiohttp
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.ids import PeerId
+from p2pdiloco.protocol.tracker import NODE_STATES
+from p2pdiloco.wire.messages import Announce, PeerRecord, Peers
+from p2pdiloco_node.contact import RUN, Refused, announce
+from p2pdiloco_node.storage.address_book import DiskAddressBook
+from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.transport.client import Client
+
+BACK_OFF_MAX_INTERVALS = 4.0
+TOLD_PEERS_MAX = 16  # peers that are told directly while no tracker answers
+
+
+class Announcer:
+    """`first` at the start, then `run` as a task."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        urls: Sequence[str],
+        record: PeerRecord,
+        client: Client,
+        book: DiskAddressBook,
+        telemetry: Telemetry,
+        *,
+        witness: PeerId,
+        local: bool,
+        rng: Random,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`urls`: trackers, the first that answers is used. `local`: the run's admission."""
+        self._session = session
+        self._urls = list(urls)
+        self._record = record
+        self._client = client
+        self._book = book
+        self._telemetry = telemetry
+        self._witness = witness
+        self._rng = rng
+        self._wall = wall
+        self._interval_s = limits.announce_interval_local_s if local else limits.announce_interval_s
+        self._notice = ""
+
+    async def once(self) -> None:
+        """Announce to the first tracker that answers, and remember the peers that it names.
+
+        Raises: TransportError with each address tried and what answered; OperatorError where it says no for
+        good (the same identity runs elsewhere, another run, another version).
+        """
+        tried = []
+        sealed_record = await self._client.seal(self._record)
+        state = self._telemetry.state if self._telemetry.state in NODE_STATES else "waiting"
+        message = Announce(sealed_record, state, self._wall())
+        for url in self._urls:
+            try:
+                reply = await announce(self._session, url, await self._client.seal(message))
+            except Refused as error:
+                raise OperatorError(f"The tracker {url} refuses this node: {error}.", RUN) from None
+            except TransportError as error:
+                tried.append(f"{url} ({error})")
+                continue
+            self._interval_s = min(max(reply.interval_s, 0.5), 3600.0)
+            for sealed in reply.records:
+                self._client.remember(self._witness, sealed)
+            self._telemetry.tracker_url = url
+            self._telemetry.tracker_answered()
+            if reply.notice and reply.notice != self._notice:
+                self._telemetry.say("clock", reply.notice)
+            self._notice = reply.notice
+            return
+        raise TransportError("tried " + " and ".join(tried) if tried else "no tracker is named")
+
+    async def run(self) -> None:
+        """Until cancelled. Raises: OperatorError as `once` does."""
+        failures = 0
+        while True:
+            try:
+                await self.once()
+                failures = 0
+            except TransportError as error:
+                failures += 1
+                self._telemetry.tracker_failed(str(error))
+            if failures:
+                await self.tell_peers()
+            stretch = min(2.0 ** max(0, failures - 1), BACK_OFF_MAX_INTERVALS)
+            await asyncio.sleep(self._interval_s * stretch * self._rng.uniform(0.8, 1.2))
+
+    async def tell_peers(self) -> None:
+        """Without a tracker: own record, and everybody else's, to some peers."""
+        records = await asyncio.to_thread(self._book.records)
+        told = list(records)
+        self._rng.shuffle(told)
+        others = Peers(tuple(records[p] for p in told[: limits.announce_peers_max]))
+        for peer in told[:TOLD_PEERS_MAX]:
+            await self._client.send(peer, self._record)
+            await self._client.send(peer, others)

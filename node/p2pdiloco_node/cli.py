@@ -1,0 +1,378 @@
+"""The one command, `p2pdiloco`. Thin: it reads flags, calls one function, prints one sentence on failure.
+
+Everything heavy is imported inside the commands, so that `--help` answers at once. Exit codes are those of
+docs/exit-codes.md; 70 is a fault of this program, with a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import cyclopts
+from cyclopts import App, Parameter
+
+from p2pdiloco.errors import OperatorError, P2PDiLoCoError
+from p2pdiloco_node import __version__
+from p2pdiloco_node.config import USAGE, Loaded, NodeConfig, TrackerConfig, load, nearest
+
+OURS = 70  # exit code of an AssertionError or any other fault of this program
+INTERRUPTED = 130
+
+app = App(
+    name="p2pdiloco",
+    help="Train one language model together over the ordinary internet.",
+    version=f"p2pdiloco {__version__}",
+    exit_on_error=False,
+    print_error=False,
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+run_app = App(name="run", help="Make a run: corpus and model become a signed RunSpec and data shards.")
+config_app = App(name="config", help="Look at settings.")
+app.command(run_app)
+app.command(config_app)
+
+ConfigFile = Annotated[Path | None, Parameter(name="--config", help="TOML file with settings.")]
+Globs = Annotated[list[str] | None, Parameter(consume_multiple=True, negative_iterable=())]
+Words = Annotated[list[str] | None, Parameter(negative_iterable=())]
+Hidden = Annotated[bool | None, Parameter(show=False)]
+
+
+@app.command
+def demo(
+    *,
+    nodes: int = 3,
+    outer_steps: int | None = None,
+    inner_steps: int | None = None,
+    corpus: Globs = None,
+    chaos: bool = False,
+    headless: bool = False,
+    json: Path | None = None,
+    keep: Path | None = None,
+    seed: int = 1,
+) -> int:
+    """Everything on this machine: tracker, nodes, page, real text. Ends by itself in a few minutes.
+
+    Parameters
+    ----------
+    nodes:
+        Training nodes, each with its own trainer process.
+    outer_steps:
+        Versions after which the run is over.
+    inner_steps:
+        Inner steps of a pass (H). Left out: what takes about four seconds here.
+    corpus:
+        Files to train on (a glob; may be given several times). Left out: Python's standard library.
+    chaos:
+        Kill and pause daemons meanwhile, one at a time.
+    headless:
+        Plain lines instead of a live table.
+    json:
+        Write the summary for programs into this file.
+    keep:
+        Keep everything in this new folder, for `p2pdiloco verify`.
+    seed:
+        Of the model's initial params.
+    """
+    from p2pdiloco_node.demo import Options, run_demo
+
+    return run_demo(Options(nodes, outer_steps, inner_steps, corpus, chaos, headless, json, keep, seed))
+
+
+@run_app.command(name="new")
+def run_new(
+    *,
+    name: str,
+    model: str,
+    out: Path,
+    tokens: str = "20M",
+    data: Globs = None,
+    admission: Literal["open", "local"] = "open",
+    outer_steps: int = 0,
+    inner_steps: int | None = None,
+    pass_s: float | None = None,
+    codec: Literal["int4", "fp16"] | None = None,
+    committee: Literal[1, 3, 5, 7] | None = None,
+    config: ConfigFile = None,
+) -> int:
+    """Make a run in a new folder, ready to be served by `p2pdiloco tracker --run DIR`.
+
+    Parameters
+    ----------
+    name:
+        The run's name, up to 32 characters.
+    model:
+        A preset: llama:tiny, llama:1m, llama:20m, llama:110m.
+    out:
+        The new folder (DIR).
+    tokens:
+        The run is over after so many tokens: a number, with K, M, G or T.
+    data:
+        Files to train on (a glob; may be given several times). Left out: Python's standard library.
+    admission:
+        Who may take part: open, or local (this machine or network; every node is trusted).
+    outer_steps:
+        End after so many versions, whatever the tokens; 0: by tokens alone.
+    inner_steps:
+        Inner steps of a pass (H).
+    pass_s:
+        Longest duration of a pass in seconds.
+    codec:
+        How deltas are compressed.
+    committee:
+        Most seats that the committee may have.
+    """
+    import asyncio
+
+    from p2pdiloco_node.run_file import parse_tokens, read_run_file
+    from p2pdiloco_node.run_new import create_run
+
+    parts = read_run_file(config)
+    flags = {"inner": {"inner_steps": inner_steps, "pass_s": pass_s}, "outer": {"codec": codec},
+             "committee": {"size_max": committee}}  # fmt: skip
+    for part, values in flags.items():
+        parts[part] |= {key: value for key, value in values.items() if value is not None}
+    said = ""
+
+    def progress(what: str, _share: float) -> None:
+        nonlocal said
+        if what != said:
+            said = what
+            print(f"{what} ...", flush=True)
+
+    run = asyncio.run(
+        create_run(
+            name, model, data, parse_tokens(tokens), out, admission=admission, target_version=outer_steps,
+            progress=progress, **parts,
+        )
+    )  # fmt: skip
+    print(
+        f"Run {run.hex()}\nis ready in {out}. Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"
+    )
+    return 0
+
+
+@app.command
+def tracker(
+    *,
+    run: str | None = None,
+    listen: str | None = None,
+    public_url: str | None = None,
+    archive_bytes_max: int | None = None,
+    log_level: Literal["debug", "info", "warning", "error"] | None = None,
+    config: ConfigFile = None,
+    die_with_parent: Hidden = None,
+) -> int:
+    """Serve a run: directory, witness, data and the public page, in one process without torch.
+
+    Parameters
+    ----------
+    run:
+        The folder that `p2pdiloco run new` made (DIR).
+    listen:
+        HOST:PORT. With a loopback address only nodes of this machine can join.
+    public_url:
+        Address to print in the join line, where nodes reach the tracker under another one.
+    archive_bytes_max:
+        Most bytes of merged deltas that the witness keeps for verification.
+    log_level:
+        How much is logged.
+    """
+    from p2pdiloco_node.tracker import run_tracker
+
+    return run_tracker(_tracker_config(config, locals()).values)
+
+
+@app.command
+def node(
+    *,
+    join: str | None = None,
+    data_dir: str | None = None,
+    name: str | None = None,
+    listen: str | None = None,
+    advertise: Words = None,
+    peers: Words = None,
+    device: str | None = None,
+    threads: int | None = None,
+    micro_batch: int | None = None,
+    keep_deltas: bool | None = None,
+    stay: bool | None = None,
+    log_level: Literal["debug", "info", "warning", "error"] | None = None,
+    config: ConfigFile = None,
+    die_with_parent: Hidden = None,
+) -> int:
+    """Join a run and train.
+
+    Parameters
+    ----------
+    join:
+        The line that the tracker printed: http://HOST:PORT/#RUNID.
+    data_dir:
+        Folder for everything of this node.
+    name:
+        Shown on the run's page.
+    listen:
+        HOST:PORT for other peers. Left out: a free port.
+    advertise:
+        HOST:PORT at which others reach this node, where it is not as it seems from here.
+    peers:
+        HOST:PORT of nodes to ask when no tracker answers.
+    device:
+        auto, cpu, cuda or cuda:N.
+    threads:
+        CPU threads of the trainer.
+    micro_batch:
+        Sequences per forward pass; 0: as many as an inner step has. Less needs less memory.
+    keep_deltas:
+        Keep every delta on disk, so that `p2pdiloco verify` can start at version 0 here.
+    stay:
+        When the run is over, keep serving it instead of ending.
+    log_level:
+        How much is logged.
+    """
+    from p2pdiloco_node.daemon import run_node
+
+    return run_node(_node_config(config, locals()).values)
+
+
+@app.command
+def status(*, url: str | None = None, json: bool = False) -> int:
+    """What the daemons on this machine are doing.
+
+    Parameters
+    ----------
+    url:
+        Ask this daemon instead (http://127.0.0.1:PORT).
+    json:
+        Print what they answer, for programs.
+    """
+    from p2pdiloco_node.local_status import print_status
+
+    return print_status(url, as_json=json)
+
+
+@app.command
+def verify(folder: Path, /, *, json: bool = False) -> int:
+    """Replay a kept run: every signature, certificate, scalar and state root.
+
+    Parameters
+    ----------
+    folder:
+        A run's folder, what `demo --keep` kept, or a node's data folder.
+    json:
+        Print the result for programs.
+    """
+    from p2pdiloco_node.verify import print_verified
+
+    return print_verified(folder, as_json=json)
+
+
+@app.command
+def simulate(*, seeds: str = "1..100", json: bool = False) -> int:
+    """Whole swarms in one process, with faults, checked from outside.
+
+    Parameters
+    ----------
+    seeds:
+        A..B, or numbers separated by commas.
+    json:
+        Print the report for programs.
+    """
+    from p2pdiloco_node.simulate import print_simulation
+
+    return print_simulation(seeds, as_json=json)
+
+
+@config_app.command
+def show(which: Literal["node", "tracker"] = "node", *, config: ConfigFile = None) -> int:
+    """Each setting, its value, and where it comes from.
+
+    Parameters
+    ----------
+    which:
+        Settings of which command.
+    """
+    loaded: Loaded[NodeConfig] | Loaded[TrackerConfig] = (
+        load(NodeConfig, {}, file=config) if which == "node" else load(TrackerConfig, {}, file=config)
+    )
+    width = max(map(len, loaded.origins))
+    for key, origin in loaded.origins.items():
+        print(f"{key:{width}}  {getattr(loaded.values, key)!r:<24}  {origin}")
+    return 0
+
+
+@app.command
+def version() -> int:
+    """Versions of this program, its protocol and its arithmetic."""
+    from p2pdiloco.run_spec import FORMAT, MATH_VERSION
+    from p2pdiloco.wire.envelope import PROTOCOL_VERSION
+
+    print(f"p2pdiloco {__version__} (protocol {PROTOCOL_VERSION}, run format {FORMAT}, math {MATH_VERSION})")
+    return 0
+
+
+def _node_config(config: Path | None, flags: dict[str, object]) -> Loaded[NodeConfig]:
+    return load(
+        NodeConfig, {k: v for k, v in flags.items() if k in NodeConfig.__struct_fields__}, file=config
+    )
+
+
+def _tracker_config(config: Path | None, flags: dict[str, object]) -> Loaded[TrackerConfig]:
+    flags = {k: v for k, v in flags.items() if k in TrackerConfig.__struct_fields__}
+    return load(TrackerConfig, flags, file=config)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command; the exit code. Sentences for people go to stderr."""
+    try:
+        result = app(list(arguments))
+    except cyclopts.CycloptsError as error:
+        print(f"p2pdiloco: {_slip(error, arguments)}", file=sys.stderr)
+        return USAGE
+    except P2PDiLoCoError as error:
+        print(f"p2pdiloco: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, OperatorError) else 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:  # noqa: BLE001 - the last resort: said, with a traceback, and a documented exit code
+        traceback.print_exc()
+        print("p2pdiloco: this is a fault of p2pdiloco itself; please report it with the lines above.",
+              file=sys.stderr)  # fmt: skip
+        return OURS
+    return result if isinstance(result, int) else 0
+
+
+def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
+    """One sentence; an unknown flag or command comes with the nearest match."""
+    if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
+        word = error.token.keyword or str(error.token.value)
+        flags = [n for a in (error.argument_collection or ()) for n in a.names if n.startswith("--")]
+        return f"there is no flag {word}{nearest(word, flags)} (see p2pdiloco {_words(arguments)} --help)"
+    text = " ".join(str(error).split())
+    return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
+
+
+def _words(arguments: Sequence[str]) -> str:
+    words = []
+    for argument in arguments:
+        if argument.startswith("-"):
+            break
+        words.append(argument)
+    return " ".join(words[:2])
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

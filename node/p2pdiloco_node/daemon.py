@@ -1,0 +1,462 @@
+"""`p2pdiloco node`: the volunteer's daemon. Constructing does nothing, entering does.
+
+In order: the folder's lock, the key, the run (from the tracker or from disk), files and port, the tracker,
+version 0, the brain; the trainer begins when the run's data is here and this node has caught up. The daemon
+itself never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.ids import Digest, PeerId, RunId, short
+from p2pdiloco.protocol import events as fact
+from p2pdiloco.run_spec import RunSpec, open_run_spec, spec_bytes_of
+from p2pdiloco.wire.messages import EvalReport, Goodbye
+from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node import __version__
+from p2pdiloco_node.announcer import Announcer
+from p2pdiloco_node.config import HostPort, JoinLink, NodeConfig, parse_host_port, parse_join, parse_peers
+from p2pdiloco_node.contact import NETWORK, fetch_peers, fetch_run_spec
+from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
+from p2pdiloco_node.lifetime import Leaving, note_address, run_life
+from p2pdiloco_node.participant import Participant, Setting
+from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.storage.files import make_folder, replace_file
+from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
+from p2pdiloco_node.training.contributor import DiskContributor
+from p2pdiloco_node.training.supervisor import Supervisor
+from p2pdiloco_node.transport.http_session import make_session
+
+log = logging.getLogger("p2pdiloco.node")
+SPEC_FILE = "spec.bin"
+LINK_FILE = "join"  # the link of the first start: pinned on first use
+CATCH_UP_POLL_S = 0.2
+ALONE_S = 10.0  # nobody was heard for so long after the start: train with what is here
+REPORT_S = 1.0  # between two reports to the page in a local run; else as often as announces
+EVALUATION_S_MAX = 60.0  # a last evaluation may take so long after the run is over
+EVALUATION_SAID_TIMES = 5  # a report may come before its version is certified at the tracker
+
+
+def run_node(config: NodeConfig) -> int:
+    """The command. Raises: OperatorError."""
+    return run_life(
+        lambda leaving: _live(config, leaving), level=config.log_level, orphan=not config.die_with_parent
+    )
+
+
+async def _live(config: NodeConfig, leaving: Leaving) -> int:
+    async with Daemon(config, leaving) as daemon:
+        return await daemon.run()
+
+
+class _Found(NamedTuple):
+    """The run to take part in."""
+
+    run: RunId
+    spec: RunSpec
+    signed: bytes
+    link: JoinLink | None
+
+
+class Daemon:
+    """One node of one run."""
+
+    def __init__(self, config: NodeConfig, leaving: Leaving) -> None:
+        """Checks what can be checked without touching anything. Raises: OperatorError (usage)."""
+        self.config = config
+        self._leaving = leaving
+        self._join = parse_join(config.join) if config.join else None
+        self._peers = parse_peers(config.peers)
+        self._listen = parse_host_port(config.listen, "--listen") if config.listen else None
+        self._advertise = [parse_host_port(a, "--advertise") for a in config.advertise]
+        self._root = Path(config.data_dir).expanduser()
+        self._stack = AsyncExitStack()
+        self._saying: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        """Everything but the life itself. Raises: OperatorError."""
+        try:
+            await self._enter()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, OperatorError):
+            path = self.participant.write_flight()
+            log.error("The last events before this crash are in %s.", path)
+        await self._stack.aclose()
+
+    async def _enter(self) -> None:
+        config = self.config
+        self._data = self._stack.enter_context(DataDir(self._root))
+        signer = load_or_make_key(self._data.key_path, self._data.files)
+        self._session = await self._stack.enter_async_context(
+            make_session(connections_max=8, per_host_max=0, build=__version__)
+        )
+        found = await self._find_run()
+        self._spec, self._run = found.spec, found.run
+        self._folder = self._data.run_folder(found.run)
+        self._name = config.name or f"node-{short(signer.peer_id)[:4]}"
+        self.telemetry = Telemetry(
+            self._name,
+            signer.peer_id,
+            found.run,
+            found.spec.name,
+            role="node",
+            pid=os.getpid(),
+            inner_steps=found.spec.inner.inner_steps,
+        )
+        self.telemetry.tracker_url = found.link.url if found.link else ""
+        setting = Setting(
+            run=found.run,
+            spec=found.spec,
+            signed_spec=found.signed,
+            signer=signer,
+            folder=self._folder,
+            role="node",
+            listen=self._address_to_listen(found.link),
+            keeps_all=config.keep_deltas,
+        )
+        self.participant = await self._stack.enter_async_context(self._participant(setting))
+        note_address(self._stack, self._data.root, self.participant.listener, setting.listen.host)
+        self._keep_port()
+        participant = self.participant
+        participant.own_record = participant.peer_record(self._name, self._advertise)
+        self.announcer = Announcer(
+            self._session,
+            [found.link.url] if found.link else [],
+            participant.own_record,
+            participant.client,
+            participant.book,
+            self.telemetry,
+            witness=self._witness,
+            local=found.spec.admission == "local",
+            rng=random.Random(),  # noqa: S311 - jitter
+        )
+        log.info(
+            "Run %s (%s), node %s (%s), port %d.",
+            found.spec.name,
+            found.run.hex()[:16],
+            self._name,
+            short(signer.peer_id),
+            participant.listener.port,
+        )
+
+    @property
+    def _witness(self) -> PeerId:
+        return PeerId(self._spec.committee.genesis.witness)
+
+    # The run.
+
+    async def _find_run(self) -> _Found:
+        """From disk where this node has been in it before, else from the tracker or the peers named."""
+        kept = self._kept_link()
+        link = self._join or kept
+        wanted = (self._join.run if self._join else None) or (kept.run if kept else None)
+        if self._join and kept and self._join.run and kept.run and self._join.run != kept.run:
+            log.info(
+                "This data folder was in run %s before; now it is in %s.",
+                kept.run.hex()[:16],
+                self._join.run.hex()[:16],
+            )
+        if link is None and not self._peers:
+            parse_join("")  # raises the sentence that says what to give
+        if wanted is not None and (here := self._kept_run(wanted)) is not None:
+            return _Found(wanted, here[0], here[1], link)
+        run, spec, signed = await self._ask_for_run(link, wanted)
+        if wanted is None:
+            log.info("The run is %s (%s): pinned in %s from now on.", spec.name, run.hex(), self._data.root)
+        self._check_room(spec)
+        folder = self._data.run_folder(run)
+        files = self._data.files
+        make_folder(files, folder)
+        replace_file(files, folder / SPEC_FILE, signed)
+        if link is not None:
+            link = JoinLink(link.url, run)
+            replace_file(files, self._data.root / LINK_FILE, f"{link.url}/#{run.hex()}\n".encode())
+        return _Found(run, spec, signed, link)
+
+    def _kept_link(self) -> JoinLink | None:
+        try:
+            return parse_join((self._data.root / LINK_FILE).read_text())
+        except (OSError, UnicodeDecodeError, OperatorError):
+            return None
+
+    def _kept_run(self, run: RunId) -> tuple[RunSpec, bytes] | None:
+        try:
+            signed = (self._data.run_folder(run) / SPEC_FILE).read_bytes()
+            _, spec = open_run_spec(signed, verify_ed25519, expected=run)
+        except FileNotFoundError:
+            return None
+        except (OSError, PeerError) as error:
+            log.warning("The RunSpec in %s is damaged (%s); it is fetched again.", self._data.root, error)
+            return None
+        return spec, signed
+
+    async def _ask_for_run(self, link: JoinLink | None, wanted: RunId | None) -> tuple[RunId, RunSpec, bytes]:
+        urls = [link.url] if link else []
+        urls += [f"http://{peer}" for peer in self._peers]
+        tried = []
+        for url in urls:
+            try:
+                return await fetch_run_spec(self._session, url, wanted)
+            except TransportError as error:
+                tried.append(f"{url} ({error})")
+        raise OperatorError(
+            f"No reachable tracker: tried {' and '.join(tried)}. Check the address, or ask its host "
+            "whether it runs.",
+            NETWORK,
+        )
+
+    def _check_room(self, spec: RunSpec) -> None:
+        """Before anything large is fetched: does this run fit on the disk?"""
+        shards = sum(s.size for s in spec.data.shards) + spec.data.evaluation.size
+        state = 4 * spec.model.params  # one array of float32
+        needed = shards + 16 * state  # states, snapshots, checkpoints of moments, deltas in flight
+        free = os.statvfs(self._data.root)
+        free_bytes = free.f_bavail * free.f_frsize
+        if free_bytes < needed:
+            raise OperatorError(
+                f"This run needs about {needed / 2**20:,.0f} MiB in {self._data.root}, and "
+                f"{free_bytes / 2**20:,.0f} MiB are free: make room, or name another folder with --data-dir.",
+                6,
+            )
+
+    def _address_to_listen(self, link: JoinLink | None) -> HostPort:
+        """As asked; else loopback beside a loopback tracker, all interfaces otherwise, on the last port."""
+        if self._listen is not None:
+            return self._listen
+        host = "0.0.0.0"  # noqa: S104 - a peer has to be reachable
+        if link is not None and any(
+            link.url.startswith(f"http://{h}") for h in ("127.", "localhost", "[::1]")
+        ):
+            host = "127.0.0.1"
+        return HostPort(host, 0)
+
+    def _participant(self, setting: Setting) -> Participant:
+        """On the port of the life before where it is free: peers that know it need not look."""
+        if setting.listen.port == 0 and (port := self._last_port()) and _is_free(setting.listen.host, port):
+            setting = setting._replace(listen=HostPort(setting.listen.host, port))
+        return Participant(setting, self.telemetry)
+
+    def _last_port(self) -> int:
+        try:
+            return int((self._data.root / "port").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def _keep_port(self) -> None:
+        replace_file(
+            self._data.files, self._data.root / "port", f"{self.participant.listener.port}\n".encode()
+        )
+
+    # Life.
+
+    async def run(self) -> int:
+        """Until the run is over or somebody asks to leave. The exit code. Raises: what ended it."""
+        await self._meet()
+        participant = self.participant
+        if not await self._while_staying(participant.fetch_genesis()):
+            return 0
+        await participant.open_state()
+        await self._make_desk()
+        await participant.begin(desk=self.desk, in_flight=tuple(self._contributor.in_flight()))
+        assert participant.driver is not None, "begun"
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(work)
+                for work in (
+                    self.announcer.run(),
+                    self.desk.run(),
+                    self._prepare_data(),
+                    self._report(),
+                    self._leave_when_asked(),
+                    self._leave_when_over(),
+                )
+            ]
+            self._training = group.create_task(self._train())
+            await participant.live()
+            for task in (*tasks, self._training):
+                task.cancel()
+        return 0
+
+    async def _meet(self) -> None:
+        """First words with the tracker and the named peers; a swarm that is known from disk needs neither."""
+        try:
+            await self.announcer.once()
+        except TransportError as error:
+            self.telemetry.tracker_failed(str(error))
+        for peer in self._peers:
+            try:
+                for sealed in await fetch_peers(self._session, f"http://{peer}"):
+                    self.participant.client.remember(self._witness, sealed)
+            except TransportError as error:
+                log.info("The peer %s gave no addresses: %s.", peer, error)
+        await self.announcer.tell_peers()
+
+    async def _while_staying(self, work: Coroutine[object, object, None]) -> bool:
+        """Do `work` before the brain is there; False if somebody asked to leave meanwhile."""
+        task = asyncio.ensure_future(work)
+        announcing = asyncio.ensure_future(self.announcer.run())
+        leave = asyncio.ensure_future(self._leaving.wait())
+        try:
+            done, _ = await asyncio.wait((task, announcing, leave), return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                one.result()
+            return task in done
+        finally:
+            for one in (task, announcing, leave):
+                one.cancel()
+            await asyncio.gather(task, announcing, leave, return_exceptions=True)
+
+    async def _make_desk(self) -> None:
+        participant, spec = self.participant, self._spec
+        files = self._data.files
+        folders = {name: self._folder / name for name in ("work", "moments", "exchange")}
+        for folder in folders.values():
+            make_folder(files, folder)
+
+        def write_durably(path: Path, data: bytes | memoryview, /) -> None:
+            replace_file(files, path, data)
+
+        self._contributor = await asyncio.to_thread(
+            DiskContributor,
+            folders["work"],
+            self._run,
+            spec,
+            participant.setting.signer,
+            participant.blobs,
+            write_durably,
+        )
+        restored = participant.keeper.restored
+        self.desk = TrainerDesk(
+            spec_bytes_of(participant.setting.signed_spec),
+            spec,
+            participant.me,
+            self._contributor,
+            State(restored.version, restored.clock, participant.keeper.params()),
+            self.telemetry,
+            put=self._put,
+            on_evaluated=self._evaluated,
+            device=self.config.device,
+            micro_batch=self.config.micro_batch,
+        )
+        checkpoints = MomentsCheckpoints(folders["moments"], write_durably)
+        self._supervisor = Supervisor(
+            folders["exchange"],
+            checkpoints,
+            begin=self.desk.begin,
+            on_event=self.desk.trainer_said,
+            threads=self.config.threads,
+        )
+        self.desk.attach(self._supervisor)
+
+    async def _train(self) -> None:
+        await self._supervisor.run()
+
+    def _put(self, event: fact.Event) -> None:
+        if self.participant.driver is not None:
+            self.participant.driver.put(event)
+
+    async def _prepare_data(self) -> None:
+        """The run's data, then wait until this node has what the swarm has; then the trainer may begin."""
+        data = self._spec.data
+        self.telemetry.why = "fetching the run's data"
+        await self.participant.fetch_all([*data.shards, data.evaluation], Purpose.SHARD)
+        self.telemetry.state, self.telemetry.why = "syncing", "catching up with the swarm"
+        alone_at = asyncio.get_running_loop().time() + ALONE_S
+        while not (self.participant.heard_anybody and self.participant.caught_up()):
+            if not self.participant.heard_anybody and asyncio.get_running_loop().time() > alone_at:
+                break
+            await asyncio.sleep(CATCH_UP_POLL_S)
+        paths = [self.participant.blobs.path(Digest(s.digest)) for s in (*data.shards, data.evaluation)]
+        here = [path for path in paths if path is not None]
+        assert len(here) == len(paths), "a shard went away"
+        self.telemetry.why = "the trainer starts"
+        self.desk.data_is_here(here[:-1], here[-1])
+
+    async def _report(self) -> None:
+        """What this node says of itself, for the page."""
+        local = self._spec.admission == "local"
+        while True:
+            traffic = self.participant.client.traffic
+            version = self.participant.brain_view().version
+            report = self.telemetry.report(version, bytes_up=traffic.up, bytes_down=traffic.down)
+            await self.participant.client.send(self._witness, report)
+            await asyncio.sleep(REPORT_S if local else limits.announce_interval_s)
+
+    def _evaluated(self, evaluation: Evaluation) -> None:
+        log.info(
+            "version %d: held-out loss %.4f on %d tokens",
+            evaluation.version,
+            evaluation.loss,
+            evaluation.tokens,
+        )
+        report = EvalReport(evaluation.version, evaluation.state_root, evaluation.loss, evaluation.tokens)
+        task = asyncio.get_running_loop().create_task(self._say_evaluation(report))
+        self._saying.add(task)
+        task.add_done_callback(self._saying.discard)
+
+    async def _say_evaluation(self, report: EvalReport) -> None:
+        for _ in range(EVALUATION_SAID_TIMES):
+            await self.participant.client.send(self._witness, report)
+            await asyncio.sleep(2 * self._spec.committee.heartbeat_s)
+
+    # Leaving.
+
+    async def _leave_when_asked(self) -> None:
+        await self._leaving.wait()
+        await self._leave(f"asked to leave ({self._leaving.why})")
+
+    async def _leave(self, reason: str) -> None:
+        self.telemetry.state, self.telemetry.why = "leaving", reason
+        log.info("Leaving: %s.", reason)
+        await self.participant.client.send(self._witness, Goodbye(reason))
+        self._put(fact.GoodbyeWanted(reason))
+        self._training.cancel()  # in parallel with the goodbye: the trainer ends within its own limit
+
+    async def _leave_when_over(self) -> None:
+        """The run is over: stay for those who still follow, then leave; the model stays on disk."""
+        await self.desk.over.wait()
+        version = self.participant.brain_view().version
+        log.info("The run is over at version %d; the model stays in %s.", version, self._folder)
+        if self.config.stay:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EVALUATION_S_MAX):
+                while self.desk.evaluating or self._saying:  # noqa: ASYNC110 - rare, and two conditions
+                    await asyncio.sleep(CATCH_UP_POLL_S)
+        await asyncio.sleep(limits.run_over_linger_s)
+        await self._leave("the run is over")
+
+
+def _is_free(host: str, port: int) -> bool:
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

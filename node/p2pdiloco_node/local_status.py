@@ -1,0 +1,112 @@
+"""`p2pdiloco status`: ask the daemons of this machine what they are doing.
+
+Each daemon notes its loopback address in the user's runtime folder while it lives; a note whose process is
+gone (kill -9) is passed over and removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+from rich.console import Console
+from rich.table import Table
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.telemetry import NodeStatus
+
+ANSWER_S = 3.0
+UNREACHED = 4  # exit code: network
+
+
+def notes_folder() -> Path:
+    return platformdirs.user_runtime_path("p2pdiloco", ensure_exists=False) / "daemons"
+
+
+def note_daemon(url: str) -> Path | None:
+    """Leave a note for `status`; None where the runtime folder cannot be used (not worth failing for)."""
+    path = notes_folder() / f"{os.getpid()}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(json.dumps({"url": url}))
+    except OSError:
+        return None
+    return path
+
+
+def print_status(url: str | None, *, as_json: bool) -> int:
+    """The command. Raises: OperatorError where nothing answers."""
+    urls = [url.rstrip("/")] if url else _noted()
+    if not urls:
+        raise OperatorError(
+            "No daemon runs on this machine (as this user): start one with p2pdiloco node --join LINK, or "
+            "name one with --url http://127.0.0.1:PORT.", UNREACHED,
+        )  # fmt: skip
+    statuses = [status for one in urls if (status := _ask(one, must_answer=bool(url))) is not None]
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(statuses)) + b"\n")
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "daemon",
+        "run",
+        "state",
+        "version",
+        "inner step",
+        "loss",
+        "tokens/s",
+        "last delta",
+        "tracker",
+    ):
+        table.add_column(column)
+    for s in statuses:
+        table.add_row(
+            s.name, s.run_name, s.state.word + (f": {s.state.why}" if s.state.why else ""), str(s.version),
+            f"{s.inner_step} of {s.inner_steps}" if s.role == "node" else "–",
+            "–" if s.loss is None else f"{s.loss:.3f}",
+            "–" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}", s.last_outcome or "–", s.tracker,
+        )  # fmt: skip
+    Console().print(table)
+    return 0
+
+
+def _noted() -> list[str]:
+    urls = []
+    folder = notes_folder()
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        if not (path.stem.isdecimal() and Path(f"/proc/{path.stem}").exists()):
+            with suppress(OSError):
+                path.unlink()
+            continue
+        with suppress(OSError, ValueError, KeyError):
+            urls.append(str(json.loads(path.read_text())["url"]))
+    return urls
+
+
+def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
+    if not url.startswith(("http://127.", "http://[::1]", "http://localhost")):
+        raise OperatorError(f"--url {url!r}: daemons answer on this machine only (http://127.0.0.1:PORT).", 2)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url + "/v1/status", timeout=ANSWER_S) as answer:
+            return msgspec.json.decode(answer.read(4 * limits.MIB), type=NodeStatus)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        if must_answer:
+            raise OperatorError(
+                f"{url} does not answer as a p2pdiloco daemon ({_why(error)}).", UNREACHED
+            ) from None
+        return None
+
+
+def _why(error: Any) -> str:
+    reason = getattr(error, "reason", error)
+    return str(reason)[:200]

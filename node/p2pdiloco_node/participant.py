@@ -1,0 +1,444 @@
+"""What a training node and a witness have in common: files, sockets, brain and driver, in that order.
+
+Entering opens the files of one run and the port; `begin` makes the brain from what is on disk; `live` is
+its life. The daemon adds a trainer and an announcer, the tracker adds a directory and a page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import psutil
+from aiohttp import web
+
+from p2pdiloco import limits
+from p2pdiloco.diloco.golden import check_golden
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.ids import Digest, PeerId, RunId
+from p2pdiloco.protocol import events as fact
+from p2pdiloco.protocol.context import Identity, Restored
+from p2pdiloco.protocol.node import Node
+from p2pdiloco.run_spec import BlobRef, RunSpec
+from p2pdiloco.status.read_model import to_json
+from p2pdiloco.wire.codec import encode
+from p2pdiloco.wire.envelope import Opened
+from p2pdiloco.wire.log import Entry, OuterStep, open_body
+from p2pdiloco.wire.messages import DeltaHeader, DeltaReceipt, Heartbeat, PeerRecord, Peers
+from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
+from p2pdiloco_node import __version__
+from p2pdiloco_node.config import HostPort
+from p2pdiloco_node.driver import Desk, Driver, Ports
+from p2pdiloco_node.flight_recorder import FlightRecorder
+from p2pdiloco_node.held_deltas import HeldDeltas
+from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.state_keeper import DiskStateKeeper
+from p2pdiloco_node.storage.address_book import DiskAddressBook
+from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.storage.files import Files
+from p2pdiloco_node.storage.journal import DiskJournal
+from p2pdiloco_node.telemetry import BrainView, Telemetry
+from p2pdiloco_node.transport.answers import remote_ip
+from p2pdiloco_node.transport.client import Client
+from p2pdiloco_node.transport.listener import Listener
+from p2pdiloco_node.transport.server import Server
+
+DONORS_TRIED_MAX = 16
+RETRY_S = 1.0  # between tries to get the run's data
+
+
+class Setting(NamedTuple):
+    """Who takes part in which run, from which folder and port."""
+
+    run: RunId
+    spec: RunSpec
+    signed_spec: bytes
+    signer: Ed25519Signer
+    folder: Path  # of this run and identity
+    role: str  # node, witness
+    listen: HostPort
+    also: tuple[Path, ...] = ()  # folders of blobs that are served and never changed
+    keeps_all: bool = False  # keep deltas that the rules no longer need
+
+
+class Participant:
+    """One identity in one run, in this process. `telemetry` is told everything."""
+
+    def __init__(
+        self, setting: Setting, telemetry: Telemetry, *, routes: Sequence[web.RouteDef] = ()
+    ) -> None:
+        self.setting = setting
+        self.telemetry = telemetry
+        self._more_routes = routes
+        self._stack = AsyncExitStack()
+        self._recorder = FlightRecorder()
+        self.node: Node | None = None
+        self.driver: Driver | None = None
+        self.server: Server | None = None
+        self._head: bytes | None = None
+        self._peer_heads: dict[PeerId, int] = {}
+        # What a tracker adds: True if the message was for it alone.
+        self.takes_message: Callable[[Opened, bytes, str], bool] = lambda _opened, _sealed, _address: False
+
+    @property
+    def me(self) -> PeerId:
+        return self.setting.signer.peer_id
+
+    async def __aenter__(self) -> Self:
+        """Files, port and client. Raises: OperatorError."""
+        try:
+            await asyncio.to_thread(self._open_files)
+            await self._open_sockets()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def _open_files(self) -> None:
+        fault = check_golden()
+        if fault is not None:
+            raise OperatorError(
+                f"This machine's arithmetic is not the one that all nodes share ({fault}), so it cannot take "
+                "part: unset what changes floating point (fast-math libraries), or use another machine.",
+                6,
+            )
+        setting = self.setting
+        self.files = Files()
+        self.journal = DiskJournal(setting.folder / "journal", self.files)
+        self.record = self.journal.load_record()
+        self.entries = self.journal.load_entries()
+        self.boot = self.journal.next_boot()
+        self.blobs = DiskBlobStore(setting.folder / "blobs", self.files, also=setting.also)
+        self.held = HeldDeltas(setting.folder / "held", self.files)
+        self.book = DiskAddressBook(setting.folder / "peers", setting.run, verify_ed25519, self.files)
+        self._stack.callback(self.blobs.close)
+        self._stack.callback(self.journal.close)
+
+    async def _open_sockets(self) -> None:
+        setting = self.setting
+        self.server = server = Server(
+            run=setting.run,
+            run_spec=setting.signed_spec,
+            build=__version__,
+            blobs=self.blobs,
+            verify=verify_ed25519,
+            on_message=self._on_message,
+            on_delta=self._on_delta,
+            head=lambda: self._head,
+            health=self._health,
+            donors=lambda _digest: self.donors()[:8],
+        )
+        app = server.app()
+        app.add_routes([web.get("/v1/peers", self._get_peers), web.get("/v1/status", self._get_status)])
+        app.add_routes(self._more_routes)
+        self.listener = await self._stack.enter_async_context(
+            Listener(app, setting.listen.host, setting.listen.port)
+        )
+        hosts = reachable_hosts(setting.listen.host)
+        self.client = await self._stack.enter_async_context(
+            Client(
+                run=setting.run,
+                signer=setting.signer,
+                boot=self.boot,
+                build=__version__,
+                book=self.book,
+                blobs=self.blobs,
+                on_not_sent=lambda peer, _why: self._put(fact.MessageNotSent(peer)),
+                on_failure=self._failed,
+                local=setting.spec.admission == "local",
+                own=frozenset((host, self.listener.port) for host in hosts),
+                traffic=server.traffic,
+                strikes=server.strikes,
+            )
+        )
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def peer_record(self, name: str, advertise: Sequence[HostPort] = ()) -> PeerRecord:
+        """How to reach this process, as far as it knows."""
+        hosts = [a.host for a in advertise] or reachable_hosts(self.setting.listen.host)
+        port = advertise[0].port if advertise else self.listener.port
+        return PeerRecord(tuple(hosts[:4]), port, name, self.setting.role, self.boot)
+
+    # Data of the run.
+
+    def donors(self) -> list[PeerId]:
+        """Peers that may have something, the witness first."""
+        known = [p for p in self.book.records() if p != self.me]
+        witness = PeerId(self.setting.spec.committee.genesis.witness)
+        return sorted(known, key=lambda p: p != witness)[:DONORS_TRIED_MAX]
+
+    async def fetch_all(self, wanted: Sequence[BlobRef], purpose: Purpose) -> None:
+        """Every blob, from whoever has it; tried again until it is here. Raises: OperatorError (disk)."""
+        slots = asyncio.Semaphore(limits.fetches_per_node_max)
+
+        async def one(ref: BlobRef) -> None:
+            digest = Digest(ref.digest)
+            said = False
+            while not self.blobs.has(digest):
+                try:
+                    async with slots:
+                        await self.client.fetch(digest, ref.size, self.donors(), purpose)
+                except (TransportError, PeerError) as error:
+                    if not said:
+                        self.telemetry.say("fetch", f"Waiting for the run's data: {error}")
+                    said = True
+                    await asyncio.sleep(RETRY_S)
+
+        async with asyncio.TaskGroup() as group:
+            for ref in wanted:
+                group.create_task(one(ref))
+
+    async def fetch_genesis(self) -> None:
+        """Version 0, unless a state is on this disk already."""
+        genesis = self.setting.spec.genesis
+        chunks = dict.fromkeys((*genesis.params, *genesis.momentum))
+        await self.fetch_all([BlobRef(c, limits.chunk_bytes, 0) for c in chunks], Purpose.SNAPSHOT)
+
+    # Brain and driver.
+
+    async def open_state(self) -> None:
+        """The arrays on this disk, or version 0. Raises: OperatorError."""
+        setting = self.setting
+        self.keeper = await asyncio.to_thread(
+            DiskStateKeeper, setting.folder, setting.spec, self.blobs, self.files
+        )
+
+    async def begin(
+        self,
+        *,
+        desk: Desk | None,
+        in_flight: tuple[DeltaHeader, ...] = (),
+        keeps_delta: Callable[[Digest], bool] | None = None,
+    ) -> None:
+        """The brain, from everything that is durable. Call after `open_state`."""
+        setting, keeper = self.setting, self.keeper
+        held = await asyncio.to_thread(self.held.load, self.blobs)
+        state = keeper.restored
+        restored = Restored(
+            record=self.record,
+            entries=tuple(self.entries),
+            state_index=state.index,
+            rules=state.rules,
+            params_root=state.roots.params,
+            momentum_root=state.roots.momentum,
+            in_flight=in_flight,
+            held=held,
+            snapshots=keeper.snapshots,
+            adopted_version=state.version,
+        )
+        identity = Identity(setting.run, setting.spec, setting.signer, self.boot, setting.role)
+        self.node = await asyncio.to_thread(Node, identity, restored, random.SystemRandom().random)
+        assert self.server is not None, "entered"
+        self.server.reveal(*deltas_named(self.entries))
+        keeps = keeps_delta or (lambda _delta: setting.keeps_all)
+        ports = Ports(
+            me=self.me,
+            key=setting.signer.public_key,
+            journal=self.journal,
+            keeper=keeper,
+            blobs=self.blobs,
+            transport=self.client,
+            door=_Door(self.server),
+            shelf=self.held,
+            watcher=self.telemetry,
+            desk=desk,
+            keeps_delta=keeps,
+        )
+        self.driver = Driver(self.node, ports, self._recorder)
+
+    async def live(self) -> None:
+        """Until the brain has left. Raises: what ended it otherwise."""
+        assert self.driver is not None, "begun"
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self.listener.watch())
+            fail = group.create_task(self._raise_failure())
+            head = group.create_task(self._keep_head())
+            await self.driver.run()
+            for task in (watch, fail, head):
+                task.cancel()
+        await self.client.drain(0.5)
+
+    def write_flight(self) -> Path:
+        """After a crash: what happened before it."""
+        path = self.setting.folder / f"flight-{self.boot}.bin"
+        self._recorder.write(path)
+        return path
+
+    def caught_up(self) -> bool:
+        """Whether this node has applied as much as any peer said to have."""
+        return self.node is not None and self.node.index >= max(self._peer_heads.values(), default=0)
+
+    @property
+    def heard_anybody(self) -> bool:
+        return bool(self._peer_heads)
+
+    def brain_view(self) -> BrainView:
+        node = self.node
+        if node is None:
+            return BrainView(
+                index=0,
+                version=0,
+                term=0,
+                leads=False,
+                aggregator=PeerId(bytes(32)),
+                members=(),
+                clock=0,
+                in_flight=0,
+                peers=len(self.book.records()),
+            )
+        committee = node.committee
+        return BrainView(
+            index=node.index,
+            version=node.version,
+            term=node.term,
+            leads=node.leading,
+            aggregator=committee.aggregator_of(node.term),
+            members=tuple((member, member == committee.witness) for member in committee.members),
+            clock=node.state.clock,
+            in_flight=len(node.in_flight),
+            peers=len(self.book.records()),
+        )
+
+    # Ends of the server and the client.
+
+    async def _on_message(self, opened: Opened, sealed: bytes, address: str) -> None:
+        """Raises: PeerError, TransportError (busy)."""
+        message = opened.message
+        self.telemetry.heard(opened.sender)
+        if self.takes_message(opened, sealed, address):
+            return
+        if isinstance(message, Peers):
+            for record in message.records:
+                self.client.remember(opened.sender, record)
+            return
+        if isinstance(message, DeltaReceipt):
+            self.telemetry.receipt(message)
+        elif isinstance(message, Heartbeat):
+            self._peer_heads[opened.sender] = message.index
+            if len(self._peer_heads) > limits.peers_max:
+                del self._peer_heads[next(iter(self._peer_heads))]
+        if self.driver is None or not self.driver.put(
+            fact.MessageReceived(opened.sender, opened.key, opened.boot, message, sealed)
+        ):
+            raise TransportError("busy", limits.retry_after_s)
+
+    async def _on_delta(self, delta: Digest) -> None:
+        if self.driver is not None:
+            self.driver.delta_whole(delta)
+
+    def _put(self, event: fact.Event) -> None:
+        if self.driver is not None:
+            self.driver.put(event)
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _raise_failure(self) -> None:
+        await self._failure
+
+    async def _keep_head(self) -> None:
+        """A sealed heartbeat for those who ask for a recent head."""
+        index = -1
+        while True:
+            node = self.node
+            if node is not None and node.index != index:
+                index = node.index
+                beat = Heartbeat(
+                    index, node.log.head_at(index), node.term, node.leading, 0, (), willing=False
+                )
+                self._head = await self.client.seal(beat)
+            await asyncio.sleep(self.setting.spec.committee.heartbeat_s)
+
+    def _health(self) -> Mapping[str, object]:
+        view = self.brain_view()
+        return {"index": view.index, "version": view.version, "role": self.setting.role, "build": __version__}
+
+    async def _get_peers(self, _request: web.Request) -> web.Response:
+        records = list(self.book.records().values())[-limits.announce_peers_max :]
+        if self.own_record is not None:
+            records.append(await self.client.seal(self.own_record))
+        return web.Response(body=encode(Peers(tuple(records))), content_type="application/octet-stream")
+
+    own_record: PeerRecord | None = None
+
+    async def _get_status(self, request: web.Request) -> web.Response:
+        """For this machine only: no address, path or token is in it, but it is nobody else's business."""
+        if not ipaddress.ip_address(remote_ip(request)).is_loopback or not _names_loopback(request.host):
+            raise PeerError("NOT_HERE", "status is for this machine only")
+        traffic = self.client.traffic
+        lag_s = self.driver.lag_s_max if self.driver is not None else 0.0
+        status = self.telemetry.status(
+            self.brain_view(), bytes_up=traffic.up, bytes_down=traffic.down, lag_s_max=lag_s
+        )
+        return web.Response(body=to_json(status), content_type="application/json")
+
+
+class _Door:
+    """The server as the driver sees it."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def allow(self, header: DeltaHeader, sender: PeerId) -> None:
+        self._server.allow(Digest(header.delta), header.size, sender)
+
+    def reveal(self, delta: Digest) -> None:
+        self._server.reveal(delta)
+
+    def forget(self, delta: Digest) -> None:
+        self._server.forget(delta)
+
+
+def deltas_named(entries: Sequence[Entry]) -> list[Digest]:
+    """Deltas that certified entries list: they may be shown to anyone."""
+    named = []
+    for entry in entries:
+        content = open_body(entry.body).content
+        if isinstance(content, OuterStep):
+            named += [Digest(c.delta) for c in content.contributions]
+    return named
+
+
+def reachable_hosts(listen: str) -> list[str]:
+    """IP literals at which others may reach a server that listens on `listen`."""
+    address = ipaddress.ip_address(listen)
+    if not address.is_unspecified:
+        return [str(address)]
+    found = []
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            try:
+                host = ipaddress.ip_address(one.address)
+            except ValueError:
+                continue  # a hardware address, or one with a zone
+            if (
+                not host.is_loopback
+                and not host.is_link_local
+                and (host.version == 4 or address.version == 6)
+            ):
+                found.append(host)
+    # Public ones first: they work from everywhere.
+    return [str(host) for host in sorted(found, key=lambda h: (h.is_private, h.version, int(h)))][:4]
+
+
+def _names_loopback(host: str) -> bool:
+    """Against a page that points its own name at this machine (DNS rebinding)."""
+    name = host.rsplit(":", 1)[0].strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,338 @@
+"""`p2pdiloco tracker`: directory, witness, data seed and public page in one process, without torch.
+
+Nobody has to trust it: nodes verify the run by its digest and the log by its certificates. Kill it, and a
+running swarm goes on; start it again, and announces fill the directory within one interval, the witness
+goes on from its log and votes, and the page's history comes back from the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.ids import Digest, RunId
+from p2pdiloco.protocol import events as fact
+from p2pdiloco.protocol.actions import InstallEntry
+from p2pdiloco.protocol.tracker import Directory
+from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.status import RunStatus, StatusBuilder, join_hint
+from p2pdiloco.wire.codec import encode
+from p2pdiloco.wire.envelope import Opened, open_envelope
+from p2pdiloco.wire.log import OuterStep
+from p2pdiloco.wire.messages import Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
+from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node import __version__
+from p2pdiloco_node.config import TrackerConfig, parse_host_port
+from p2pdiloco_node.lifetime import Leaving, note_address, run_life
+from p2pdiloco_node.participant import Participant, Setting, reachable_hosts
+from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.run_new import BLOBS, SPEC_FILE, WITNESS_KEY
+from p2pdiloco_node.status_page import StatusPage
+from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.storage.keys import load_key
+from p2pdiloco_node.storage.tracker_db import TrackerDb
+from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.transport.answers import remote_ip
+
+log = logging.getLogger("p2pdiloco.tracker")
+WITNESS = "witness"  # folder of the witness's own state in the run's DIR
+HISTORY = "history.sqlite"
+FEED_S = 1.0  # the page's builder sees the directory so often; the database is written then too
+
+
+def run_tracker(config: TrackerConfig) -> int:
+    """The command. Raises: OperatorError."""
+    return run_life(
+        lambda leaving: _live(config, leaving), level=config.log_level, orphan=not config.die_with_parent
+    )
+
+
+async def _live(config: TrackerConfig, leaving: Leaving) -> int:
+    async with Tracker(config, leaving) as tracker:
+        return await tracker.run()
+
+
+class Archive:
+    """Keeps delta blobs that the rules no longer need, the newest up to a number of bytes."""
+
+    def __init__(self, blobs: DiskBlobStore, bytes_max: int) -> None:
+        self._blobs = blobs
+        self._bytes_max = bytes_max
+        self._kept: deque[Digest] = deque()
+
+    def keeps(self, delta: Digest) -> bool:
+        """Always, at the price of the oldest. Called in one thread at a time."""
+        self._kept.append(delta)
+        while self._kept and self._blobs.used(Purpose.DELTA) > self._bytes_max:
+            self._blobs.delete(self._kept.popleft())
+        return True
+
+
+class Tracker:
+    """One run's tracker."""
+
+    def __init__(self, config: TrackerConfig, leaving: Leaving) -> None:
+        """Raises: OperatorError (usage)."""
+        self.config = config
+        self._leaving = leaving
+        self._listen = parse_host_port(config.listen, "--listen")
+        if not config.run:
+            raise OperatorError("No run is named: give --run DIR, the folder that p2pdiloco run new made.", 2)
+        self._dir = Path(config.run).expanduser()
+        self._public = config.public_url.rstrip("/")
+        if self._public and urlsplit(self._public).scheme not in ("http", "https"):
+            raise OperatorError(f"--public-url {self._public!r} has no scheme: write http://HOST:PORT.", 2)
+        self._stack = AsyncExitStack()
+        self._roots: dict[int, bytes] = {}  # version -> certified state root
+        self._losses: dict[bytes, float] = {}  # delta -> mean loss of its pass, from its header
+        self._fed = 0  # entries that the builder has seen
+
+    async def __aenter__(self) -> Self:
+        """Raises: OperatorError."""
+        try:
+            await self._enter()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, OperatorError):
+            log.error("The last events before this crash are in %s.", self.participant.write_flight())
+        await self._stack.aclose()
+
+    async def _enter(self) -> None:
+        self._run, self._spec, signed = _open_run(self._dir)
+        local = self._spec.admission == "local"
+        data = self._stack.enter_context(DataDir(self._dir / WITNESS))
+        signer = load_key(self._dir / WITNESS_KEY)
+        if signer.peer_id != self._spec.committee.genesis.witness:
+            raise OperatorError(
+                f"{self._dir / WITNESS_KEY} is not the key of this run's witness: put back the one that run "
+                "new made."
+            )
+        self.telemetry = Telemetry(
+            "witness",
+            signer.peer_id,
+            self._run,
+            self._spec.name,
+            role="witness",
+            pid=os.getpid(),
+            inner_steps=0,
+        )
+        self.directory = Directory(local=local)
+        setting = Setting(
+            run=self._run,
+            spec=self._spec,
+            signed_spec=signed,
+            signer=signer,
+            folder=data.root,
+            role="witness",
+            listen=self._listen,
+            also=(self._dir / BLOBS,),
+        )
+        page = StatusPage(self._status, address_of=remote_ip)
+        routes = [web.post("/v1/announce", self._announce), *page.routes()]
+        self.participant = participant = Participant(setting, self.telemetry, routes=routes)
+        participant.takes_message = self._takes_message
+        await self._stack.enter_async_context(participant)
+        self._stack.push_async_callback(page.close)
+        self._db = await self._stack.enter_async_context(TrackerDb(self._dir / HISTORY, self._run))
+        note_address(self._stack, data.root, participant.listener, self._listen.host)
+        url = self._url()
+        self.builder = StatusBuilder(
+            self._run,
+            self._spec,
+            join=join_hint(self._run, url, local=local),
+            build=__version__,
+            started_unix=time.time(),
+        )
+        kept = await self._db.load()
+        self.builder.restore(
+            versions=kept.versions,
+            earned=kept.contributions,
+            evaluations=kept.evaluations,
+            events=kept.events,
+        )
+        participant.own_record = participant.peer_record("witness")
+        self._print_addresses(url)
+
+    def _url(self) -> str:
+        """Where nodes reach this tracker, as far as it can know."""
+        if self._public:
+            return self._public
+        host = reachable_hosts(self._listen.host)[0] if reachable_hosts(self._listen.host) else "127.0.0.1"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.participant.listener.port}"
+
+    def _print_addresses(self, url: str) -> None:
+        """The join line and the page, for people; never a loopback address as if others could use it."""
+        print(f"Run {self._spec.name} ({self._run.hex()})", flush=True)
+        host = urlsplit(url).hostname or ""
+        print(f"Page: {url}/", flush=True)
+        print(f"Join: p2pdiloco node --join {url}/#{self._run.hex()}", flush=True)
+        if host.startswith("127.") or host in ("::1", "localhost"):
+            print("bound to loopback, only local nodes can join", flush=True)
+
+    async def run(self) -> int:
+        """Until somebody asks to leave. Raises: what ended it."""
+        participant = self.participant
+        await participant.open_state()
+        self.archive = Archive(participant.blobs, self.config.archive_bytes_max)
+        await participant.begin(desk=None, keeps_delta=self.archive.keeps)
+        self._replay()
+        self.telemetry.on_installed = self._installed
+        self.telemetry.on_said = self._said
+        self.builder.event("tracker", "the tracker started", when_unix=time.time())
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._feed()), group.create_task(self._leave_when_asked())]
+            await participant.live()
+            for task in tasks:
+                task.cancel()
+        await self._save()
+        return 0
+
+    async def _leave_when_asked(self) -> None:
+        await self._leaving.wait()
+        log.info("Leaving: %s.", self._leaving.why)
+        assert self.participant.driver is not None, "begun"
+        self.participant.driver.put(fact.GoodbyeWanted("the tracker stops"))
+
+    # The directory.
+
+    async def _announce(self, request: web.Request) -> web.Response:
+        assert self.participant.server is not None, "entered"
+        opened, _, address = await self.participant.server.receive(request)
+        message = opened.message
+        if not isinstance(message, Announce):
+            raise PeerError("MALFORMED", "an announce was expected")
+        record = await asyncio.to_thread(open_envelope, message.record, verify_ed25519, run=self._run)
+        node = self.participant.node
+        committee = node.committee if node is not None else self._spec.committee.genesis
+        reply = self.directory.announce(
+            opened,
+            record,
+            message.record,
+            address=address,
+            now=time.monotonic(),
+            unix=time.time(),
+            prefer=committee.members,
+        )
+        self.participant.client.remember(opened.sender, message.record)
+        if self.participant.own_record is not None:
+            own = await self.participant.client.seal(self.participant.own_record)
+            kept = reply.records[: limits.announce_peers_max - 1]
+            reply = type(reply)(reply.interval_s, (own, *kept), reply.notice)
+        return web.Response(body=encode(reply), content_type="application/octet-stream")
+
+    def _takes_message(self, opened: Opened, _sealed: bytes, _address: str) -> bool:
+        """What is for the tracker alone. Raises: PeerError."""
+        now = time.monotonic()
+        match opened.message:
+            case NodeReport():
+                self.directory.report(opened, now=now)
+                return True
+            case EvalReport():
+                report = self.directory.evaluation(opened, root_of=self._roots.get)
+                self.builder.evaluated(opened.sender, report, when_unix=time.time())
+                return True
+            case Goodbye():
+                try:
+                    self.directory.goodbye(opened, now=now)
+                except PeerError:
+                    log.debug("a goodbye of a peer that never announced itself")
+                return False
+            case _:
+                self.builder.heard(opened.sender, when_unix=time.time())
+                if isinstance(opened.message, DeltaHeader):
+                    self._note_loss(opened.message)
+                return False
+
+    def _note_loss(self, header: DeltaHeader) -> None:
+        self._losses[header.delta] = header.loss
+        while len(self._losses) > limits.peers_max:
+            del self._losses[next(iter(self._losses))]
+
+    # The page.
+
+    def _replay(self) -> None:
+        """Entries from before this life: the builder takes their times from the database."""
+        node = self.participant.node
+        assert node is not None, "begun"
+        for index in range(1, node.index + 1):
+            self._entry(index, None)
+
+    def _installed(self, action: InstallEntry) -> None:
+        for index in range(self._fed + 1, action.index + 1):
+            self._entry(index, time.time())
+
+    def _entry(self, index: int, when_unix: float | None) -> None:
+        node = self.participant.node
+        assert node is not None, "begun"
+        content = node.log.content(index)
+        if isinstance(content, OuterStep):
+            self._roots[content.version] = content.state_root
+        self.builder.entry_applied(node.log.entry(index), when_unix=when_unix, losses=self._losses)
+        self._fed = index
+
+    def _said(self, kind: str, text: str) -> None:
+        self.builder.event(kind, text, when_unix=time.time())
+
+    def _status(self) -> RunStatus:
+        return self.builder.build(time.time())
+
+    async def _feed(self) -> None:
+        """Directory and database, once a second."""
+        while True:
+            await asyncio.sleep(FEED_S)
+            now = time.monotonic()
+            self.directory.forget_old(now)
+            self.builder.directory(self.directory.listed(now), when_unix=time.time())
+            node = self.participant.node
+            if node is not None:
+                self.builder.term_seen(node.term, when_unix=time.time())
+            await self._save()
+
+    async def _save(self) -> None:
+        new = self.builder.take_unsaved()
+        try:
+            await self._db.save(
+                versions=new.versions,
+                contributions=new.credits,
+                evaluations=new.evaluations,
+                events=new.events,
+            )
+        except OperatorError as error:
+            self.telemetry.say("history", f"The page's history is not saved: {error}")
+
+
+def _open_run(folder: Path) -> tuple[RunId, RunSpec, bytes]:
+    try:
+        signed = (folder / SPEC_FILE).read_bytes()
+    except FileNotFoundError:
+        raise OperatorError(
+            f"There is no run in {folder}: make one with p2pdiloco run new --out {folder}."
+        ) from None
+    except OSError as error:
+        raise OperatorError(f"{folder / SPEC_FILE} cannot be read: {error.strerror}.") from None
+    try:
+        run, spec = open_run_spec(signed, verify_ed25519)
+    except PeerError as error:
+        raise OperatorError(
+            f"The RunSpec in {folder} is damaged ({error}): put it back from a backup."
+        ) from None
+    return run, spec, signed

@@ -1,0 +1,326 @@
+"""`p2pdiloco verify DIR`: replay a kept run and check every signature, certificate, scalar and state root.
+
+Nothing in DIR is changed, and nothing in it is believed: bytes are named by their digests, entries by their
+certificates, and each state is computed again from the one before (protocol.md 3). Where deltas were
+dropped, the replay starts at the oldest snapshot whose deltas are complete, and says so; the entries before
+it are still checked for signatures, chain and committee.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, TextColumn
+
+from p2pdiloco import limits
+from p2pdiloco.diloco.compress import decode as decode_delta
+from p2pdiloco.diloco.compress import origin_of
+from p2pdiloco.diloco.global_state import GlobalState, put_chunk, roots_of
+from p2pdiloco.diloco.merge import merge
+from p2pdiloco.diloco.norms import l2_norm
+from p2pdiloco.diloco.outer_step import apply_outer_step
+from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.ids import Digest, RunId, digest_of, merkle_root, short
+from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.outer_step import check_outer_step
+from p2pdiloco.rules.state import (
+    RulesState,
+    after_membership,
+    after_outer_step,
+    after_owner,
+    genesis_state,
+    rules_digest,
+    targets_reached,
+)
+from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.wire.codec import decode
+from p2pdiloco.wire.envelope import verify_entry
+from p2pdiloco.wire.log import Content, Entry, Membership, OuterStep, OwnerWord, state_root
+from p2pdiloco.wire.messages import SnapshotOffer
+from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node.ports import Array, Purpose
+from p2pdiloco_node.storage import journal
+from p2pdiloco_node.storage.files import guarded
+from p2pdiloco_node.storage.state_files import KeptSnapshot
+
+FAILED = 1  # exit code: the run does not verify
+RELATIVE = 1e-3  # tolerance for declared figures, as for a re-proposal (algorithm.md 5)
+
+Watch = Callable[[int, int], None]  # entries done, entries in all
+
+
+class Verified(NamedTuple):
+    run: RunId
+    name: str
+    first_version: int  # the replay of states began here
+    version: int
+    entries: int
+    deltas: int
+    state_root: Digest
+
+
+class _Kept(NamedTuple):
+    """Where the parts of a kept run lie."""
+
+    spec: Path
+    log: Path
+    blobs: tuple[Path, ...]  # folders of blobs, in the store's layout or flat
+    snapshots: Path
+
+
+def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
+    """Replay the run in `folder`: a run's DIR, what `demo --keep` kept, or a node's data folder.
+
+    Raises: OperatorError; exit code 1 and the index where the run does not verify, 3 where there is none.
+    """
+    kept = _locate(folder)
+    run, spec = _open_spec(kept.spec)
+    entries = read_log(kept.log)
+    contents = _check_chain(run, spec, entries)
+    rules = _rules_after_each(spec, contents)
+    start, state = _starting_state(kept, spec, contents, rules)
+    replay = _Replay(kept, run, spec, state)
+    for place, content in enumerate(contents):
+        if place >= start:
+            replay.step(place + 1, rules[place], rules[place + 1], content)
+        if progress is not None:
+            progress(place + 1, len(contents))
+    return Verified(
+        run=run, name=spec.name, first_version=rules[start].version, version=rules[-1].version,
+        entries=len(entries), deltas=replay.deltas, state_root=replay.root(rules[-1]),
+    )  # fmt: skip
+
+
+def print_verified(folder: Path, *, as_json: bool) -> int:
+    """The command: progress on a terminal, then what was verified. Raises: OperatorError."""
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} entries"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("verifying", total=None)
+        verified = verify_run(folder, lambda done, total: bar.update(task, completed=done, total=total))
+    if as_json:
+        plain = {k: v.hex() if isinstance(v, bytes) else v for k, v in verified._asdict().items()}
+        print(json.dumps(plain))
+        return 0
+    if verified.first_version:
+        print(f"Older deltas were dropped: states are replayed from version {verified.first_version} on.")
+    print(
+        f"Run {verified.name!r} ({verified.run.hex()[:16]}) verifies: {verified.entries} entries, versions "
+        f"{verified.first_version} to {verified.version}, {verified.deltas} deltas; "
+        f"state {verified.state_root.hex()[:16]}."
+    )
+    return 0
+
+
+def _failed(index: int, why: str) -> OperatorError:
+    return OperatorError(f"This run does not verify: entry {index}: {why}.", FAILED)
+
+
+def _locate(folder: Path) -> _Kept:
+    """A run's DIR (tracker), the folder around it (demo --keep), or a node's folder of the run."""
+    for base in (folder, folder / "run", *sorted(folder.glob("runs/*"))):
+        spec = base / "spec.bin"
+        own = base / "witness" if (base / "witness" / "journal").is_dir() else base
+        if spec.is_file() and (own / "journal" / "log").is_file():
+            stores = tuple(own / "blobs" / purpose for purpose in Purpose)
+            return _Kept(spec, own / "journal" / "log", (*stores, base / "blobs"), own / "snapshots")
+    raise OperatorError(
+        f"There is no kept run in {folder}: name the folder that `p2pdiloco run new` made and the tracker "
+        "served, what `p2pdiloco demo --keep` kept, or a node's data folder.",
+    )
+
+
+def _open_spec(path: Path) -> tuple[RunId, RunSpec]:
+    try:
+        return open_run_spec(path.read_bytes(), verify_ed25519)
+    except PeerError as error:
+        raise OperatorError(f"This run does not verify: the RunSpec {path}: {error}.", FAILED) from None
+    except OSError as error:
+        raise OperatorError(f"The RunSpec {path} cannot be read: {error.strerror}.") from None
+
+
+def read_log(path: Path) -> list[Entry]:
+    """All entries of a log file, which stays as it is.
+
+    Raises: OperatorError (exit code 1) with the index of the first damaged one.
+    """
+    entries: list[Entry] = []
+    with guarded(lambda: path.open("rb"), path) as file:
+        size = path.stat().st_size
+        whole = len(journal.TAG) if file.read(len(journal.TAG)) == journal.TAG else 0
+        for payload in journal.frames_of(file.read) if whole else ():
+            try:
+                entries.append(decode(payload, Entry, bytes_max=limits.log_frame_bytes_max))
+            except PeerError as error:
+                raise _failed(len(entries) + 1, str(error)) from None
+            whole += journal.FRAME_HEAD_BYTES + len(payload)
+    if whole < size:
+        raise _failed(len(entries) + 1, f"the log is damaged at byte {whole} of {size}")
+    return entries
+
+
+def _check_chain(run: RunId, spec: RunSpec, entries: Sequence[Entry]) -> list[Content]:
+    """Signatures, certificates, chain and committees of every entry."""
+    log = RunLog(run, spec)
+    for place, entry in enumerate(entries):
+        try:
+            verify_entry(entry, run, verify_ed25519)
+            log.append(entry)
+        except PeerError as error:
+            raise _failed(place + 1, str(error)) from None
+    return [log.content(index) for index in range(1, log.index + 1)]
+
+
+def _rules_after_each(spec: RunSpec, contents: Sequence[Content]) -> list[RulesState]:
+    """The rules state before the first entry and after each: a pure function of the log."""
+    states = [genesis_state(spec)]
+    for place, content in enumerate(contents):
+        try:
+            if isinstance(content, OuterStep):
+                states.append(after_outer_step(states[-1], content, spec))
+            elif isinstance(content, Membership):
+                states.append(after_membership(states[-1], content.committee))
+            else:
+                states.append(after_owner(states[-1], content.word))
+        except AssertionError as error:
+            raise _failed(place + 1, str(error)) from None
+    return states
+
+
+def _starting_state(
+    kept: _Kept, spec: RunSpec, contents: Sequence[Content], rules: Sequence[RulesState]
+) -> tuple[int, GlobalState]:
+    """(entries to skip, arrays there): version 0, or the oldest snapshot whose deltas are complete."""
+    genesis = SnapshotOffer(0, spec.genesis.params, spec.genesis.momentum, b"")
+    for offer in chain([genesis], _snapshots(kept.snapshots)):
+        if offer.index > len(contents) or not _deltas_complete(kept, contents[offer.index :]):
+            continue
+        state = _read_snapshot(kept, spec, offer)
+        if state is None:
+            continue
+        params, momentum = roots_of(state)
+        here = state_root(params, momentum, rules_digest(rules[offer.index]))
+        if offer.index and here != contents[offer.index - 1].state_root:
+            raise _failed(offer.index, "the snapshot kept there is of another state")
+        return offer.index, state
+    raise OperatorError(
+        "This run cannot be replayed: neither version 0 nor a snapshot with all later deltas is kept here; "
+        "verify the folder of the tracker's witness instead.",
+        FAILED,
+    )
+
+
+def _snapshots(folder: Path) -> Iterator[SnapshotOffer]:
+    """Oldest first; a damaged list is passed over, the replay checks whatever it starts from."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        data = path.read_bytes()
+        try:
+            yield decode(data[32:], KeptSnapshot, bytes_max=2 * limits.message_bytes_max).offer
+        except PeerError:
+            continue
+
+
+def _deltas_complete(kept: _Kept, contents: Sequence[Content]) -> bool:
+    return all(
+        _blob_path(kept, Digest(c.delta)) is not None
+        for content in contents
+        if isinstance(content, OuterStep)
+        for c in content.contributions
+    )
+
+
+def _read_snapshot(kept: _Kept, spec: RunSpec, offer: SnapshotOffer) -> GlobalState | None:
+    """None where a chunk is missing. A chunk that is damaged counts as missing."""
+    size = spec.model.params
+    state = GlobalState(np.empty(size, np.float32), np.empty(size, np.float32))
+    for array, chunks in ((state.params, offer.params), (state.momentum, offer.momentum)):
+        for place, digest in enumerate(chunks):
+            data = _read_blob(kept, Digest(digest))
+            if data is None:
+                return None
+            try:
+                put_chunk(array, place, data)
+            except PeerError:
+                return None
+    whole = roots_of(state)
+    listed = (
+        merkle_root([Digest(c) for c in offer.params]),
+        merkle_root([Digest(c) for c in offer.momentum]),
+    )
+    return state if (whole.params, whole.momentum) == listed else None
+
+
+def _blob_path(kept: _Kept, digest: Digest) -> Path | None:
+    name = digest.hex()
+    places = (place for base in kept.blobs for place in (base / name[:2] / name, base / name))
+    return next((place for place in places if place.is_file()), None)
+
+
+def _read_blob(kept: _Kept, digest: Digest) -> bytes | None:
+    path = _blob_path(kept, digest)
+    data = path.read_bytes() if path is not None else b""
+    return data if digest_of(data) == digest else None
+
+
+class _Replay:
+    """Computes each state again from the one before."""
+
+    def __init__(self, kept: _Kept, run: RunId, spec: RunSpec, state: GlobalState) -> None:
+        self._kept = kept
+        self._run = run
+        self._spec = spec
+        self._state = state
+        self.deltas = 0
+
+    def root(self, rules: RulesState) -> Digest:
+        params, momentum = roots_of(self._state)
+        return state_root(params, momentum, rules_digest(rules))
+
+    def step(self, index: int, before: RulesState, after: RulesState, content: Content) -> None:
+        """Raises: OperatorError naming `index`."""
+        try:
+            if isinstance(content, OuterStep):
+                self._outer_step(index, before, content)
+            elif not isinstance(content, Membership):
+                self._owner(index, before, content.word)
+        except PeerError as error:
+            raise _failed(index, str(error)) from None
+        if self.root(after) != content.state_root:
+            raise _failed(index, "its state root is not the state that it makes")
+
+    def _outer_step(self, index: int, before: RulesState, step: OuterStep) -> None:
+        spec = self._spec
+        norms: dict[Digest, float] = {}
+
+        def load(digest: bytes, out: Array, /) -> None:
+            data = _read_blob(self._kept, Digest(digest))
+            if data is None:
+                raise PeerError("BAD_DIGEST", f"the delta {short(digest)} kept here is damaged")
+            decode_delta(spec.outer.codec, data, spec.model.tensors, out)
+            norms[Digest(digest)] = l2_norm(out)
+            listed = next(c for c in step.contributions if c.delta == digest)
+            if origin_of(data) != (listed.peer, listed.sequence):
+                raise PeerError("BAD_SHAPE", f"the delta {short(digest)} is of another peer or sequence")
+
+        mean = merge(step, spec.model.params, load)
+        self.deltas += len(step.contributions)
+        reason = check_outer_step(before, spec, step, norms, relative=RELATIVE)
+        if reason is not None:
+            raise _failed(index, reason)
+        apply_outer_step(self._state, mean, step.scalars, spec.outer.mu)
+
+    def _owner(self, index: int, before: RulesState, word: OwnerWord) -> None:
+        if word.kind == "finish" and word.owner_sequence == 0:
+            if not targets_reached(before, self._spec):
+                raise _failed(index, "it ends the run before its targets are reached")
+            return
+        if not verify_ed25519(self._spec.owner_key, word.signature, word.statement(self._run, 0)):
+            raise _failed(index, "the owner did not sign this word")
+        if word.owner_sequence <= before.owner_sequence:
+            raise _failed(index, "the owner's word is older than one before it")
