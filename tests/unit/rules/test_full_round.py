@@ -3,6 +3,8 @@
 import pytest
 
 from p2pdiloco.rules.full_round import effective_nodes, latest_tokens
+from p2pdiloco.rules.state import after_owner
+from p2pdiloco.wire.log import OwnerWord
 
 
 def rounds(log, nodes, count, per_entry):
@@ -43,6 +45,20 @@ def test_who_said_goodbye_is_out_at_once_and_in_again_with_the_next_delta(log, n
     assert name_peer(3) not in latest_tokens(log.state)
     assert log.deliver(0, 1).t_full == 30
     assert log.deliver(3).t_full == 40
+    assert log.deliver(0).t_full == 40
+
+
+def test_a_revoked_peer_is_out_at_once(log, name_peer):
+    rounds(log, range(4), 3, 4)
+    log.state = after_owner(log.state, OwnerWord("revoke", 1, 0, name_peer(3), bytes(64)))
+    assert log.deliver(0).t_full == 30
+
+
+def test_a_node_that_leaves_out_a_round_still_counts(log):
+    rounds(log, range(8), 4, 1)
+    for number in (*range(7), 0):
+        log.deliver(number)
+    assert log.deliver(1).t_full == 80
 
 
 def test_a_goodbye_in_the_entry_that_lists_the_last_delta_counts_from_the_next_one(log):
