@@ -50,8 +50,8 @@ class Aggregation:
         self._progress_at = ctx.now
         self._stall_factor = 1.0
         self._spreads: tuple[float, ...] = ()
-        self._listed_at: list[float] = []
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[Arrival] = []  # at the last look
+        self._previous: list[Arrival] = []  # listed by the last outer step
         self._words: dict[int, OwnerWord] = {}
         self._goodbyes: dict[PeerId, Digest] = {}
         self.reason = "no delta yet"
@@ -181,16 +181,27 @@ class Aggregation:
         self._stall_factor = 1.0 + self._ctx.rng() / 4
         if not isinstance(content, OuterStep):
             return
-        listed = {c.peer for c in content.contributions}
-        arrivals = [a for a in self._arrivals if a.peer in listed]
-        late = [a.at for a in self._arrivals if a.peer not in listed]
-        self._spreads = after_closing(self._spreads, arrivals, late, pass_s=self._ctx.spec.inner.pass_s)
-        self._arrivals = []
+        self._learn_spread(content)
         self._last_step_at = self._ctx.now
         if term == self._term:
             self._served += 1
         for peer in [PeerId(gone.peer) for gone in content.left]:
             self._goodbyes.pop(peer, None)
+
+    def _learn_spread(self, step: OuterStep) -> None:
+        """How far apart the deltas of a round come, judged one step later,
+        when those that just missed it are here.
+
+        Without them the grace window could only shrink.
+        """
+        pass_s = self._ctx.spec.inner.pass_s
+        had = {a.peer for a in self._previous}
+        soon = self._last_step_at + pass_s / 2
+        late = [a.at for a in self._arrivals if a.peer not in had and a.at <= soon]
+        self._spreads = after_closing(self._spreads, self._previous, late, pass_s=pass_s)
+        listed = {c.peer for c in step.contributions}
+        self._previous = [a for a in self._arrivals if a.peer in listed]
+        self._arrivals = []
 
     def refuses_word(self, word: OwnerWord) -> str | None:
         """Why a voter gives no ack for this owner entry; None if it may."""
