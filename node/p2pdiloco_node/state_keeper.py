@@ -12,8 +12,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,8 @@ from p2pdiloco_node.storage.state_files import (
 log = logging.getLogger(__name__)
 
 
-class RestoredState(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RestoredState:
     """Where a start begins; `rules` is empty at genesis."""
 
     index: int

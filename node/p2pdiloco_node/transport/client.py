@@ -194,7 +194,10 @@ class Client:
         raise TransportError(text, retry_after_s=retry_after_s(answer) if again else None)
 
     async def seal(self, message: Message) -> bytes:
-        """Sign as this node, counted with what it sends. The same message to several peers is signed once. In a thread: about 0.2 ms, more for entries."""
+        """A message of this node as bytes; the same one to several peers is signed once.
+
+        In a thread: about 0.2 ms, more for entries.
+        """
         for known, sealed in self._sealed:
             if known is message:
                 return sealed

@@ -157,6 +157,12 @@ def each_error(work: Callable[[Files], None], check: Callable[[], None], reset: 
     return raised
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is durable is the model's to say (`power_cut`); the real disk's time would only be waited for."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
 @pytest.fixture
 def faulty() -> type[FaultyFiles]:
     return FaultyFiles
