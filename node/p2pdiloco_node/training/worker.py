@@ -91,6 +91,7 @@ class Worker:
         self._evaluation: Evaluation | None = None
         self._paused = False
         self._waiting = False
+        self._saving: threading.Thread | None = None
         self._stepped_at: float | None = None  # end of the last inner step; None: the next ends no gap
         self._pass_seen_at = clock()  # up to here the pass's seconds are counted
         self._reported_at = clock()
@@ -273,7 +274,14 @@ class Worker:
                 return
             self._emit(frames.Saved(str(path), size, digest))
 
-        threading.Thread(target=write, name="checkpoint").start()
+        self.join_saves()
+        self._saving = threading.Thread(target=write, name="checkpoint")
+        self._saving.start()
+
+    def join_saves(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._saving is not None:
+            self._saving.join()
 
 
 def main() -> None:
