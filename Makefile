@@ -71,7 +71,8 @@ format: $(VENV)/.dev-installed
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev-installed
-	$(BIN)/python tests/bench/codecs.py
+	$(BIN)/python tests/bench/bench_codec.py
+	$(BIN)/python tests/bench/bench_outer_step.py
 
 simulate-long: $(VENV)/.dev-installed
 	$(BIN)/p2pdiloco simulate --seeds 1..20000

@@ -130,3 +130,22 @@ def test_decisions_are_numbered_and_complete(root: Path) -> None:
         text = path.read_text()
         absent = [part for part in ("Status:", "## Why", "## What", "## What follows") if part not in text]
         assert not absent, f"{path.name} lacks {absent}"
+
+
+def test_every_citation_is_explained(root: Path, files: list[Path]) -> None:
+    """A comment that says "scenario B1" helps only where somebody can look it up."""
+    page = (root / "docs/design.md").read_text()
+    rows = set(re.findall(r"^\| ([\w.]+(?: \d)?) \|", page, flags=re.MULTILINE))
+    lost = set()
+    for path in files:
+        if path.suffix != ".py" or path.name == "test_docs.py":
+            continue
+        text = re.sub(r"\s*\n\s*#?\s*", " ", (root / path).read_text())
+        cited = re.findall(
+            r"\b((?:algorithm|protocol|architecture|product)\.md) (\d(?:(?:, | and )\d)*)", text
+        )
+        named = {f"{name} {digit}" for name, digits in cited for digit in re.findall(r"\d", digits)}
+        for group in re.findall(r"\b(?:scenarios?|targets?) ([A-Z]\d+[a-z]?(?:, [A-Z]\d+[a-z]?)*)", text):
+            named |= set(group.split(", "))
+        lost |= {f"{path}: {name}" for name in named - rows}
+    assert not lost, "docs/design.md does not explain:\n" + "\n".join(sorted(lost))

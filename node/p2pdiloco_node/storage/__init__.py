@@ -1,0 +1,1 @@
+"""Disk: keys, blobs, journal, states, history. Old or new after a crash, never mixed."""

@@ -1,0 +1,1 @@
+"""HTTP between strangers: every address checked, every body with a length, a rate and an end."""

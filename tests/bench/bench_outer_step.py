@@ -1,6 +1,6 @@
-"""How fast this machine codes, merges and steps, beside a plain copy of the same array (targets: P2).
+"""How fast this machine merges, steps and hashes, beside a plain copy of the same array.
 
-    python tests/bench/codecs.py [millions of parameters, default 16]
+    python tests/bench/bench_outer_step.py [millions of parameters, default 16]
 
 Figures are ratios measured in one run: a shared machine shifts both sides alike. The best of five is shown,
 because other work on the machine can only slow things down.
@@ -12,16 +12,12 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
-from p2pdiloco.diloco.compress import decode, encode
 from p2pdiloco.diloco.global_state import GlobalState, roots_of
 from p2pdiloco.diloco.merge import Mean
 from p2pdiloco.diloco.outer_step import apply_outer_step
-from p2pdiloco.rules.delta_layout import CODECS
-from p2pdiloco.run_spec import TensorSpec
 from p2pdiloco.wire.log import Scalars
 
 TRIES = 5
@@ -41,9 +37,7 @@ def best_s(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Print a table: MiB of float32 per second, and the share of a plain copy."""
-    rows = int(float(sys.argv[1] if len(sys.argv) > 1 else "16") * 1e6) // 1024
-    tensors = (TensorSpec("matrix", (rows, 1024)),)
-    params = rows * 1024
+    params = int(float(sys.argv[1] if len(sys.argv) > 1 else "16") * 1e6)
     rng = np.random.default_rng(0)
     values = rng.standard_normal(params, np.float32) * np.float32(1e-3)
     room = np.empty_like(values)
@@ -54,13 +48,8 @@ def main() -> None:
     size = f"{params:,} parameters, {4 * params / MIB:.0f} MiB of float32"
     print(f"{size}; numpy {np.__version__}, {platform.machine()}")
     copy = best_s(lambda: np.copyto(room, values))
-    works: list[tuple[str, Callable[[], object]]] = [("plain copy", lambda: np.copyto(room, values))]
-    for codec in CODECS:
-        blob = encode(codec, values, tensors)
-        works.append((f"{codec} encode", partial(encode, codec, values, tensors)))
-        works.append((f"{codec} decode", partial(decode, codec, blob, tensors, room)))
-        print(f"{codec}: {8 * len(blob) / params:.3f} bits per parameter")
-    works += [
+    works: list[tuple[str, Callable[[], object]]] = [
+        ("plain copy", lambda: np.copyto(room, values)),
         ("merge, per delta", lambda: mean.add(room, weight=1.0, clip=1.0)),
         ("outer step", lambda: apply_outer_step(state, room, scalars, 0.9)),
         ("state roots", lambda: roots_of(state)),
