@@ -88,6 +88,7 @@ class Directory:
         self.interval_s = limits.announce_interval_local_s if local else limits.announce_interval_s
         self.expiry_s = self.interval_s * limits.announce_expiry_intervals
         self._rows: dict[PeerId, _Row] = {}
+        self._order: list[PeerId] = []  # keys of the rows, made anew when one came or went
         self._offset = 0  # where the next reply starts: all peers are named in turn
 
     def announce(
@@ -116,6 +117,7 @@ class Directory:
         if row is None:
             self._make_room(address, now)
             row = self._rows[opened.sender] = _Row(address, about, sealed)
+            self._order = []
         if self._is_news(row, opened, about):
             row.boot, row.n = opened.boot, opened.n
             row.record, row.sealed, row.issued = about, sealed, about.issued
@@ -213,6 +215,7 @@ class Directory:
         """Drop rows that have been silent for longer than the page keeps them."""
         for peer in [p for p, r in self._rows.items() if now - r.heard_at > limits.offline_row_kept_s]:
             del self._rows[peer]
+            self._order = []
 
     def listed(self, now: float) -> tuple[Listed, ...]:
         """Every row, in the order of first announces."""
@@ -258,6 +261,7 @@ class Directory:
                 f"the tracker lists {limits.peers_max} live nodes and takes no more for now", self.interval_s
             )
         del self._rows[min(gone)[1]]
+        self._order = []
 
     def _records_for(self, asker: PeerId, prefer: Iterable[PeerId], now: float) -> tuple[bytes, ...]:
         """Live peers' sealed records: the preferred ones, then the others in turn."""
@@ -266,15 +270,17 @@ class Directory:
             row = self._rows.get(peer)
             if row is not None and peer != asker and self._live(row, now):
                 chosen[peer] = row.sealed
-        n = len(self._rows)
+        if len(self._order) != len(self._rows):
+            self._order = list(self._rows)
+        n = len(self._order)
         start = self._offset % n if n else 0
         self._offset = start + limits.announce_peers_max
-        rows = list(self._rows.items())
-        for peer, row in islice(rows[start:] + rows[:start], n):
+        for i in range(n):
             if len(chosen) >= limits.announce_peers_max:
                 break
-            if peer != asker and self._live(row, now):
-                chosen.setdefault(peer, row.sealed)
+            peer = self._order[(start + i) % n]
+            if peer != asker and self._live(self._rows[peer], now):
+                chosen.setdefault(peer, self._rows[peer].sealed)
         return tuple(islice(chosen.values(), limits.announce_peers_max))
 
 

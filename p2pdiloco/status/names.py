@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from functools import lru_cache
 
 from p2pdiloco import limits
 
@@ -18,6 +19,7 @@ _INVISIBLE = frozenset("\u115f\u1160\u3164\uffa0\u2800")
 _MARKS_MAX = 2  # on one letter: enough for every living script in NFC, too few for a tower
 
 
+@lru_cache(maxsize=4 * limits.peers_max)  # the same few texts come again with every page
 def clean_text(text: str, chars_max: int = limits.text_chars_max) -> str:
     """NFC, one line, visible characters only, at most `chars_max` of them (an ellipsis says it was cut)."""
     kept: list[str] = []

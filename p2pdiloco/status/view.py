@@ -21,13 +21,18 @@ WORKING = ("training", "late", "waiting", "unreachable")
 
 
 def render_status(b: StatusBuilder, now: float) -> rm.RunStatus:
+    age = None if b.fed_unix is None else max(0.0, now - b.fed_unix)
+    stale = age is not None and age > limits.data_age_s_max
+    generated = now
+    if stale and b.fed_unix is not None:
+        # No fake ticking (scenario S22): what is said is how things stood when news last came.
+        now = b.fed_unix
     nodes = _nodes(b, now)
     by_state = Counter(row.state.word for row in nodes)
     committee = _committee(b, now)
-    age = None if b.fed_unix is None else max(0.0, now - b.fed_unix)
     return rm.RunStatus(
         format=rm.FORMAT,
-        generated_unix=now,
+        generated_unix=generated,
         run=rm.RunView(
             name=clean_text(b.spec.name, limits.name_chars_max),
             run_id=b.run.hex(),
@@ -61,9 +66,9 @@ def render_status(b: StatusBuilder, now: float) -> rm.RunStatus:
         join=b.join,
         health=rm.Health(
             build=b.build_name,
-            uptime_s=max(0.0, now - b.started_unix),
+            uptime_s=max(0.0, generated - b.started_unix),
             data_age_s=age,
-            stale=age is not None and age > limits.data_age_s_max,
+            stale=stale,
             history_since_unix=next((p.when_unix for p in b.history.points if p.when_unix), None),
         ),
     )

@@ -166,8 +166,10 @@ def test_the_run_says_what_it_waits_for(fake_run):
     run.step([(1, 1000, 3.0), (2, 1000, 3.0)])
     run.step([(1, 1000, 3.0), (2, 1000, 3.0)])
     assert say(run).state.why == "2 nodes are training, an outer step every 4.0 s."
-    assert say(run, 60).state.word == "stalled"
-    assert "No outer step for 60 s; one was due within 12 s" in say(run, 60).state.why
+    run.now += 60
+    run.listed()
+    assert say(run, 0).state.word == "stalled"
+    assert "No outer step for 60 s; one was due within 12 s" in say(run, 0).state.why
     run.owner("pause")
     assert say(run).state.word == "paused"
     run.owner("resume")
@@ -304,6 +306,15 @@ def test_the_page_knows_how_old_its_data_is(fake_run):  # P2
     late = say(run, limits.data_age_s_max + 1)
     assert (late.health.stale, late.health.data_age_s) == (True, limits.data_age_s_max + 1)
     assert late.generated_unix == run.now + limits.data_age_s_max + 1
+
+
+def test_without_news_nothing_ticks(fake_run):  # S22
+    run = fake_run()
+    run.lifelike(8)
+    fresh, old = say(run, 0), say(run, 500)
+    assert old.health.stale
+    for what in ("state", "progress", "rates", "nodes", "committee", "rounds"):
+        assert getattr(old, what) == getattr(fresh, what), what
 
 
 def test_no_address_is_in_the_read_model_but_the_join_line(fake_run):
