@@ -60,7 +60,9 @@ class Election:
         return self._ctx.me in self._log.committee.members
 
     def may_vote(self) -> bool:
-        return self.is_voter and self._ballot.may_vote(self._log.committee)
+        """A voter whose log lost entries that it acked (a damaged file) first fetches them again."""
+        whole = self._log.index >= self._ballot.ack_index - 1
+        return self.is_voter and whole and self._ballot.may_vote(self._log.committee)
 
     def arm(self) -> None:
         """A fresh, randomised timeout."""
