@@ -133,8 +133,11 @@ def run_new(
     from p2pdiloco_node.run_new import create_run
 
     parts = read_run_file(config)
-    flags = {"inner": {"inner_steps": inner_steps, "pass_s": pass_s}, "outer": {"codec": codec},
-             "committee": {"size_max": committee}}  # fmt: skip
+    flags: dict[str, dict[str, object]] = {
+        "inner": {"inner_steps": inner_steps, "pass_s": pass_s},
+        "outer": {"codec": codec},
+        "committee": {"size_max": committee},
+    }
     for part, values in flags.items():
         parts[part] |= {key: value for key, value in values.items() if value is not None}
     said = ""
@@ -148,7 +151,7 @@ def run_new(
     run = asyncio.run(
         create_run(
             name, model, data, parse_tokens(tokens), out, admission=admission, target_version=outer_steps,
-            progress=progress, **parts,
+            progress=progress, inner=parts["inner"], outer=parts["outer"], committee=parts["committee"],
         )
     )  # fmt: skip
     print(

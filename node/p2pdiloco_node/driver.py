@@ -321,8 +321,8 @@ class Driver:
 
     def _checked(self, header: DeltaHeader | None, delta: Digest) -> CheckedDelta:
         """In the checks lane: what is good is kept with its header before anybody hears of it."""
-        checked = self._ports.keeper.check_delta(header, delta)
         known = self._known.get(delta)
+        checked = self._ports.keeper.check_delta(header, delta, known[1] if known is not None else None)
         if known is not None and checked.outcome is Outcome.HELD:
             self._ports.shelf.keep(HeldDelta(*known, checked.norm))
         return checked

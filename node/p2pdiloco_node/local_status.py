@@ -1,6 +1,6 @@
 """`p2pdiloco status`: ask the daemons of this machine what they are doing.
 
-Each daemon notes its loopback address in the user's runtime folder while it lives; a note whose process is
+Each daemon notes its loopback address in the user's state folder while it lives; a note whose process is
 gone (kill -9) is passed over and removed.
 """
 
@@ -29,11 +29,11 @@ UNREACHED = 4  # exit code: network
 
 
 def notes_folder() -> Path:
-    return platformdirs.user_runtime_path("p2pdiloco", ensure_exists=False) / "daemons"
+    return platformdirs.user_state_path("p2pdiloco") / "daemons"
 
 
 def note_daemon(url: str) -> Path | None:
-    """Leave a note for `status`; None where the runtime folder cannot be used (not worth failing for)."""
+    """Leave a note for `status`; None where the state folder cannot be used (not worth failing for)."""
     path = notes_folder() / f"{os.getpid()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -20,8 +20,8 @@ from aiohttp import web
 
 from p2pdiloco import limits
 from p2pdiloco.diloco.golden import check_golden
-from p2pdiloco.errors import OperatorError, PeerError, TransportError
-from p2pdiloco.ids import Digest, PeerId, RunId
+from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
+from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.context import Identity, Restored
 from p2pdiloco.protocol.node import Node
@@ -209,9 +209,9 @@ class Participant:
 
     async def open_state(self) -> None:
         """The arrays on this disk, or version 0. Raises: OperatorError."""
-        setting = self.setting
+        setting, last = self.setting, len(self.entries)
         self.keeper = await asyncio.to_thread(
-            DiskStateKeeper, setting.folder, setting.spec, self.blobs, self.files
+            lambda: DiskStateKeeper(setting.folder, setting.spec, self.blobs, self.files, index_max=last)
         )
 
     async def begin(
@@ -268,6 +268,8 @@ class Participant:
             for task in (watch, fail, head):
                 task.cancel()
         await self.client.drain(0.5)
+        with suppress(P2PDiLoCoError):  # only saves time at the next start
+            await asyncio.to_thread(self.keeper.save, self.brain_view().version)
 
     def write_flight(self) -> Path:
         """After a crash: what happened before it."""
@@ -296,6 +298,7 @@ class Participant:
                 clock=0,
                 in_flight=0,
                 peers=len(self.book.records()),
+                root=NO_DIGEST,
             )
         committee = node.committee
         return BrainView(
@@ -308,6 +311,7 @@ class Participant:
             clock=node.state.clock,
             in_flight=len(node.in_flight),
             peers=len(self.book.records()),
+            root=node.root,
         )
 
     # Ends of the server and the client.

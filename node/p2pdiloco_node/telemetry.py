@@ -84,6 +84,7 @@ class BrainView(View, frozen=True):
     clock: int
     in_flight: int
     peers: int
+    root: Digest  # of the certified state at `index`
 
 
 class Telemetry:
@@ -118,7 +119,6 @@ class Telemetry:
         self.device = ""
         self.tracker_url = ""
         self._tracker_lost_at: float | None = None
-        self.state_root = Digest(bytes(32))
         self.adopted_version = 0
         self._step = 0
         self._steps_done = 0
@@ -143,7 +143,6 @@ class Telemetry:
     def installed(self, action: InstallEntry) -> None:
         step = action.step
         if step is not None:
-            self.state_root = Digest(step.state_root)
             for contribution in step.contributions:
                 self._listed[contribution.peer.hex()] = step.version
                 if contribution.peer == self._peer:
@@ -233,7 +232,7 @@ class Telemetry:
             staleness=self._staleness, peers=brain.peers, bytes_up=bytes_up, bytes_down=bytes_down,
             longest_inner_gap_s=self._gap_s,
             tracker="ok" if silent_s is None else f"unreachable since {silent_s:.0f} s",
-            state_digest=self.state_root.hex(), build=__version__, role=self._role, pid=self._pid,
+            state_digest=brain.root.hex(), build=__version__, role=self._role, pid=self._pid,
             over=self.over, clock=brain.clock, device=self.device, adopted_version=self.adopted_version,
             inner_steps_done=self._steps_done, leads=brain.leads,
             committee=tuple(self._seat(peer, witness=witness) for peer, witness in brain.members),

@@ -26,11 +26,12 @@ from p2pdiloco.ids import Digest, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import InstallEntry
 from p2pdiloco.protocol.tracker import Directory
+from p2pdiloco.rules.state import genesis_state, rules_digest
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.status import RunStatus, StatusBuilder, join_hint
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import Opened, open_envelope
-from p2pdiloco.wire.log import OuterStep
+from p2pdiloco.wire.log import OuterStep, state_root
 from p2pdiloco.wire.messages import Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
@@ -96,8 +97,10 @@ class Tracker:
         if self._public and urlsplit(self._public).scheme not in ("http", "https"):
             raise OperatorError(f"--public-url {self._public!r} has no scheme: write http://HOST:PORT.", 2)
         self._stack = AsyncExitStack()
-        self._roots: dict[int, bytes] = {}  # version -> certified state root
+        # version -> certified state roots: entries that change no version change the rules state
+        self._roots: dict[int, set[bytes]] = {}
         self._losses: dict[bytes, float] = {}  # delta -> mean loss of its pass, from its header
+        self._version = 0  # of the newest entry that the builder has seen
         self._fed = 0  # entries that the builder has seen
 
     async def __aenter__(self) -> Self:
@@ -247,7 +250,10 @@ class Tracker:
                 self.directory.report(opened, now=now)
                 return True
             case EvalReport():
-                report = self.directory.evaluation(opened, root_of=self._roots.get)
+                said = opened.message
+                roots = self._roots.get(said.version, set())
+                root = said.state_root if said.state_root in roots else next(iter(roots), None)
+                report = self.directory.evaluation(opened, root_of=lambda _version: root)
                 self.builder.evaluated(opened.sender, report, when_unix=time.time())
                 return True
             case Goodbye():
@@ -273,6 +279,9 @@ class Tracker:
         """Entries from before this life: the builder takes their times from the database."""
         node = self.participant.node
         assert node is not None, "begun"
+        genesis = self._spec.genesis
+        root = state_root(genesis.params_root, genesis.momentum_root, rules_digest(genesis_state(self._spec)))
+        self._roots[0] = {root}
         for index in range(1, node.index + 1):
             self._entry(index, None)
 
@@ -285,7 +294,8 @@ class Tracker:
         assert node is not None, "begun"
         content = node.log.content(index)
         if isinstance(content, OuterStep):
-            self._roots[content.version] = content.state_root
+            self._version = content.version
+        self._roots.setdefault(self._version, set()).add(content.state_root)
         self.builder.entry_applied(node.log.entry(index), when_unix=when_unix, losses=self._losses)
         self._fed = index
 

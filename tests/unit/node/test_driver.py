@@ -67,7 +67,9 @@ class World:
         self._do("params")
         return np.zeros(3, np.float32)
 
-    def check_delta(self, header: DeltaHeader | None, delta: Digest) -> CheckedDelta:
+    def check_delta(
+        self, header: DeltaHeader | None, delta: Digest, sender: PeerId | None = None
+    ) -> CheckedDelta:
         self._do("check")
         return CheckedDelta(Outcome.HELD, 2.0)
 
