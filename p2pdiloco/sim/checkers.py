@@ -90,7 +90,6 @@ class Checkers:
         self._bodies: dict[Digest, Body] = {}
         self._tallies: dict[tuple[int, int, Digest, bool, bytes], set[PeerId]] = {}
         self.version = 0  # outer steps certified
-        self.trusted_disks = True  # False once a disk was rolled back: its voter has broken its word
 
     # What is true
 
@@ -312,8 +311,12 @@ class Checkers:
         voter = self._voter(machine)
         voter.term_seen = 0
         record = machine.disk.record
-        if record is not None and record.term < voter.term_said and self.trusted_disks:
+        if record is not None and record.term < voter.term_said:
             raise Violation("a term never goes back", f"{machine.name} {record.term} < {voter.term_said}")
+
+    def forget_said(self, machine: Machine) -> None:
+        """The whole disk was put back to an old image: the voter cannot keep its word by itself (R1b)."""
+        self._voter(machine).term_said = 0
 
     def after(self, machine: Machine) -> None:
         """After each event of a machine: cheap, so that it can be."""

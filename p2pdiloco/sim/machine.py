@@ -48,6 +48,7 @@ class Machine:
         self.brain: Brain | None = None
         self.up = False
         self.frozen = False
+        self.leaving = False  # was asked to leave
         self.gone = False  # left for good
         self.ended = False  # was told that the run is over
         self.life = 0  # counts starts and stops; long work of an earlier life ends in nothing
@@ -87,7 +88,7 @@ class Machine:
         except DiskFull:
             return
         self.life += 1
-        self.up, self.frozen, self.ended = True, False, False
+        self.up, self.frozen, self.ended, self.leaving = True, False, False, False
         self._timer_at = float("inf")
         self.state = self.disk.state
         # What the log names is served from the start, as the real server does after a restart.
@@ -159,7 +160,9 @@ class Machine:
             self.trainer.stop()
 
     def leave(self, reason: str = "asked to") -> None:
-        self.post(fact.GoodbyeWanted(reason))
+        if self.up:
+            self.leaving = True
+            self.post(fact.GoodbyeWanted(reason))
 
     # The one door in
 

@@ -36,7 +36,7 @@ class Network:
         self.weather = CALM
         self._cut: set[Link] = set()
         self._clogged: dict[Link, list[Deliver]] = {}
-        self.slow: dict[Link, float] = {}  # seconds that a blob takes over such a link
+        self.slow: dict[Link, tuple[float, float]] = {}  # seconds of a delta, of a snapshot, on such a link
         self.sent = 0
 
     # Faults
@@ -87,7 +87,9 @@ class Network:
         if chance.happens(weather.duplicate):
             self._at(chance.uniform(weather.delay_s_min, 3 * weather.delay_s_max), deliver)
 
-    def transfer(self, source: PeerId, target: PeerId, deliver: Callable[[bool], None]) -> None:
+    def transfer(
+        self, source: PeerId, target: PeerId, deliver: Callable[[bool], None], *, snapshot: bool = False
+    ) -> None:
         """A blob: ends in `deliver(arrived)`, always, as a transport with time limits does."""
         chance, weather = self._chance, self.weather
         link = (source, target)
@@ -96,5 +98,7 @@ class Network:
         def end() -> None:
             deliver(not lost and self.works(source, target) and self.works(target, source))
 
-        seconds = self.slow.get(link) or chance.uniform(weather.delay_s_min, weather.transfer_s_max)
+        seconds = chance.uniform(weather.delay_s_min, weather.transfer_s_max)
+        if link in self.slow:
+            seconds = self.slow[link][snapshot]
         self._at(seconds * (3 if lost else 1), end)

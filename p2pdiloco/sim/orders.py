@@ -221,7 +221,8 @@ def fetch_snapshot(m: Machine, action: do.FetchSnapshot) -> None:
         if m.life != life:
             return
         if rest:
-            world.network.transfer(rest[0].id, m.id, lambda ok: end(rest, arrived=ok))
+            source = rest[0].id
+            world.network.transfer(source, m.id, lambda ok: end(rest, arrived=ok), snapshot=True)
         else:
             m.post(fact.SnapshotNotFetched(offer.index, "no donor gave it"))
 

@@ -5,6 +5,10 @@ Cited: protocol.md 3 and 4.
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
+
+from p2pdiloco.ids import PeerId
 from p2pdiloco.protocol.actions import Action, InstallEntry, SaveEntries, Send
 from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.machine import Machine
@@ -127,7 +131,7 @@ def old_majority_dies_before_the_new_stored(stage: Stage) -> None:
     stage.start(3)
     old, _ = _sides(stage)
 
-    def stored(machine: Machine, action: Action) -> bool:
+    def stored(_: Machine, action: Action) -> bool:
         return isinstance(action, SaveEntries) and any(
             isinstance(open_body(e.body).content, Membership) for e in action.entries
         )
@@ -152,7 +156,7 @@ def old_leader_goes_on_alone(stage: Stage) -> None:
     lost = next(m for m in nodes if m.id in stage.checkers.committee.members)
     lost.crash()  # so that a replacement becomes due
 
-    def isolate(machine: Machine, action: Action) -> None:
+    def isolate(machine: Machine, _: Action) -> None:
         everybody = [p for p in stage.world.machines if p != machine.id]
 
         def cut() -> None:
@@ -198,7 +202,7 @@ def handover_costs_nothing(stage: Stage) -> None:
     if len(terms) < 3:
         raise Violation("the aggregator rotates", f"terms {sorted(terms)}")
     spec = stage.world.run.spec
-    gaps = [b.at - a.at for a, b in zip(chain, chain[1:], strict=False)]
+    gaps = [b.at - a.at for a, b in pairwise(chain)]
     if max(gaps) > spec.inner.pass_s + spec.committee.timeout_s_min:
         raise Violation("a hand-over costs nothing", f"{max(gaps):.1f} s between two entries")
 
@@ -236,7 +240,7 @@ def successor_is_dead(stage: Stage) -> None:
     stage.start(4)
     stage.committee(3)
 
-    def kill(machine: Machine, action: Action) -> None:
+    def kill(_: Machine, action: Action) -> None:
         assert isinstance(action, Send)
         term = action.message.term  # type: ignore[union-attr]
         successor = stage.machine(stage.checkers.committee.aggregator_of(term + 1))
@@ -252,22 +256,24 @@ def whole_committee_is_replaced(stage: Stage) -> None:
     """One after another, every voter that trains leaves or dies and newcomers follow; the chain is one."""
     nodes = stage.start(3)
     stage.committee(3)
+
+    def caught_up(fresh: Machine) -> bool:
+        return fresh.state.index > 0 and fresh.state.index >= stage.checkers.index - 1
+
+    def has_no_seat(old: Machine) -> bool:
+        return old.id not in stage.checkers.committee.members
+
+    lease_s = stage.world.run.spec.committee.voter_lease_s
     for turn in range(4):
         fresh = stage.join()
-        stage.expect(
-            60.0, "the newcomer caught up",
-            lambda fresh=fresh: fresh.state.index >= stage.checkers.index - 1 and fresh.state.index > 0,
-        )  # fmt: skip
+        stage.expect(60.0, "the newcomer caught up", partial(caught_up, fresh))
         stage.run(4.0)
         old = next(m for m in nodes if m.up and m.id in stage.checkers.committee.members)
         if turn % 2:
             old.crash()
         else:
             old.leave()
-        stage.expect(
-            stage.world.run.spec.committee.voter_lease_s + 3 * stage.failover_s, "its seat taken",
-            lambda old=old: old.id not in stage.checkers.committee.members,
-        )  # fmt: skip
+        stage.expect(lease_s + 3 * stage.failover_s, "its seat taken", partial(has_no_seat, old))
         nodes.append(fresh)
     stage.versions(4, stage.failover_s + 6 * stage.round_s, "with nobody of the first committee")
     stage.nobody_holds_back()
@@ -300,16 +306,17 @@ def newcomer_is_slow_to_catch_up(stage: Stage) -> None:
     first = stage.join()
     slow = stage.join()
     for link in ((m.id, slow.id) for m in stage.world.machines.values()):
-        stage.world.network.slow[link] = 6.0
+        stage.world.network.slow[link] = (2.0, 10.0)
 
     def installed_late(machine: Machine, action: Action) -> bool:
         return machine is slow and isinstance(action, InstallEntry)
 
-    stage.when(installed_late, lambda machine, action: None)
-    stage.committee(3, 240.0)
+    stage.when(installed_late, lambda _machine, _action: None)
+    stage.committee(3, 120.0)
     at_seat = next(i for i, c in enumerate(stage.checkers.chain) if c.committee.size == 3)
     for peer in stage.checkers.chain[at_seat].committee.voters:
-        if stage.machine(peer).disk.durable_index < at_seat:
-            raise Violation("caught up before a seat", stage.machine(peer).name)
+        voter = stage.machine(PeerId(peer))
+        if voter.disk.durable_index < at_seat:
+            raise Violation("caught up before a seat", voter.name)
     stage.versions(3, stage.failover_s + 6 * stage.round_s, "after all joined")
     assert first.up

@@ -83,7 +83,7 @@ class Stage:
         def ready() -> bool:
             index = self.checkers.index
             return self.checkers.committee.size == size and all(
-                m.state.index >= index - 1 for m in self.world.machines.values() if m.up and not m.frozen
+                m.state.index >= index for m in self.world.machines.values() if m.up and not m.frozen
             )
 
         self.expect(within_s, f"a committee of {size}", ready)
@@ -142,13 +142,13 @@ def says(kind: type[Message]) -> Watch:
     return lambda _, action: isinstance(action, Send) and isinstance(action.message, kind)
 
 
-def proposes_committee(machine: Machine, action: Action) -> bool:
+def proposes_committee(_: Machine, action: Action) -> bool:
     """The moment before a membership proposal leaves."""
     if isinstance(action, Send) and isinstance(action.message, Proposal):
         return isinstance(open_body(action.message.body).content, Membership)
     return False
 
 
-def proposes_last(machine: Machine, action: Action) -> bool:
+def proposes_last(_: Machine, action: Action) -> bool:
     """The moment before the proposal that hands over leaves."""
     return isinstance(action, Send) and isinstance(action.message, Proposal) and action.message.last

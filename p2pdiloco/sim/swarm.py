@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from p2pdiloco.ids import short
+from p2pdiloco.ids import Digest, PeerId, short
 from p2pdiloco.sim.brain import MakeBrain
 from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.faults import Faults, draw_rates
@@ -19,6 +19,7 @@ from p2pdiloco.sim.machine import Machine
 from p2pdiloco.sim.tiny_run import Timings
 from p2pdiloco.sim.world import World
 
+LEDGER_ROUNDS = 8  # deadlines after which what a majority held must be settled
 HEALED_ENTRIES = 3  # certified entries after which a healed swarm counts as going on
 
 
@@ -72,17 +73,17 @@ def run_seed(
     except Violation as broken:
         violation = str(broken)
     except AssertionError as broken:
-        violation = f"assertion: {broken or broken.__traceback__}"
-        if broken.__traceback__ is not None:
-            violation += f" ({_where(broken)})"
+        violation = where_raised(broken)
     return life.report(seed, violation)
 
 
-def _where(error: BaseException) -> str:
+def where_raised(error: AssertionError) -> str:
+    """A broken assertion of ours in one line."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_qualname}:{trace.tb_lineno}" if trace is not None else ""
+    place = f"{trace.tb_frame.f_code.co_qualname}:{trace.tb_lineno}" if trace is not None else "?"
+    return f"assertion: {error} ({place})"
 
 
 class _Life:
@@ -122,8 +123,9 @@ class _Life:
         living = [m for m in world.nodes() if m.up]
         before = world.checkers.index
         began = world.now
-        if not living or world.checkers.committee.size == 0:
-            return
+        committee = world.checkers.committee
+        if not living or len(self._away()) > committee.size - committee.quorum:
+            return  # nothing to train, or a majority gone for good: nothing is promised
         spec = world.run.spec
         rounds = spec.outer.deadline_passes * spec.inner.pass_s
         # Freezes may still last; a stale leader's lease, two elections, catching up, and a round or two.
@@ -145,28 +147,32 @@ class _Life:
         world = self.world
         living = [m for m in world.machines.values() if m.up]
         due = world.checkers.unsettled(living)
+        index = world.checkers.index
         if not due:
             return
-        version = world.checkers.version
         spec = world.run.spec
-        world.run_for(
-            12 * spec.outer.deadline_passes * spec.inner.pass_s,
-            lambda: world.checkers.version >= version + 4,
-        )
-        living = [m for m in world.machines.values() if m.up]
-        still = set(world.checkers.unsettled(living))
-        lost = [d for d in due if d in still]
+        bound = LEDGER_ROUNDS * spec.outer.deadline_passes * spec.inner.pass_s
+
+        def still() -> list[Digest]:
+            held = set(world.checkers.unsettled([m for m in world.machines.values() if m.up]))
+            return [d for d in due if d in held]
+
+        world.run_for(bound, lambda: world.checkers.index > index and not still())
+        lost = still()
         if lost:
             raise Violation(
-                "nothing acknowledged is lost",
-                f"{len(lost)} deltas ({short(lost[0])}) unsettled after "
-                f"{world.checkers.version - version} outer steps",
+                "nothing acknowledged is lost", f"{len(lost)} deltas ({short(lost[0])}) after {bound:.0f} s"
             )
+
+    def _away(self) -> list[PeerId]:
+        """Members of the newest committee who have left, or are about to, and will not be back."""
+        members = [self.world.machines[p] for p in self.world.checkers.committee.members]
+        return [m.id for m in members if m.gone or m.leaving]
 
     def _minority(self) -> set[bytes]:
         world = self.world
         committee = world.checkers.committee
-        away = [m for m in committee.members if world.machines[m].gone]
+        away = self._away()
         spare = committee.size - committee.quorum - len(away)
         candidates = [m for m in committee.members if m not in away]
         dead = set(world.chance.sample(candidates, max(0, spare)))
