@@ -74,6 +74,10 @@ announce_expiry_intervals = 4.0  # silent for longer: offline
 history_rows_max = 200_000  # rows of history kept by the tracker's database
 reports_per_peer_per_minute_max = 60  # a node reports every few seconds; more is noise
 
+# Simulation
+simulated_seeds_max = 1_000_000  # seeds of one command: a day on two cores
+simulated_chunk_seeds = 10  # seeds given to a process at a time
+
 # One node's process
 flight_recorder_bytes_max = 16 * MIB  # the last minutes of events, written down at a crash
 events_waiting_max = 4096  # undigested messages before the server answers 503

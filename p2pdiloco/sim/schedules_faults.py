@@ -11,7 +11,7 @@ from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.machine import Machine
 from p2pdiloco.sim.stage import Stage
 from p2pdiloco.wire.log import OuterStep
-from p2pdiloco.wire.messages import DeltaHeader, Entries, Proposal
+from p2pdiloco.wire.messages import Ack, DeltaHeader, Entries, Proposal, Vote
 
 
 def alone(stage: Stage) -> None:
@@ -310,7 +310,7 @@ def rolled_back_voter_does_not_vote(stage: Stage) -> None:
     said: list[Action] = []
 
     def listen(_: Machine, actions: list[Action]) -> list[Action]:
-        said.extend(a for a in actions if isinstance(a, SaveRecord) and a.record.ack is not None)
+        said.extend(a for a in actions if isinstance(a, Send) and isinstance(a.message, Ack | Vote))
         return actions
 
     victim.change = listen

@@ -1,0 +1,202 @@
+"""`p2pdiloco simulate`: directed schedules first, then whole random swarms, one per seed, on all cores.
+
+What a seed does is in p2pdiloco/sim; here are processes, numbers and words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing import get_context
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.protocol.node import Node
+from p2pdiloco.sim.schedules import SCHEDULES, ScheduleReport, run_schedule
+from p2pdiloco.sim.swarm import SeedReport, run_seed
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+REAL_KEYS_EVERY = 15  # seeds divisible by it sign and verify with Ed25519: 20 of 300
+TRACE_SHOWN = 40  # lines of a violated seed's story
+VIOLATIONS_SHOWN = 10
+
+
+class SimulationReport(NamedTuple):
+    """What a set of seeds showed."""
+
+    seeds: int
+    schedules: int
+    violations: tuple[SeedReport, ...]
+    broken_schedules: tuple[ScheduleReport, ...]
+    entries: int
+    versions: int
+    memberships: int
+    starts: int
+    messages: int
+    recovery_s_median: float  # simulated, from the end of the faults to the next certified entry
+    recovery_s_99: float
+    wall_s: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations and not self.broken_schedules
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`A..B`, or numbers separated by commas. Raises: OperatorError that says what is accepted."""
+    try:
+        seeds: list[int] = []
+        for part in text.split(","):
+            first, dots, last = part.partition("..")
+            numbers = range(int(first), int(last) + 1) if dots else range(int(first), int(first) + 1)
+            if len(numbers) + len(seeds) > limits.simulated_seeds_max:
+                raise OperatorError(
+                    f"--seeds {text}: at most {limits.simulated_seeds_max} seeds at once.", exit_code=2
+                )
+            seeds.extend(numbers)
+    except ValueError:
+        raise OperatorError(
+            f"--seeds {text!r} is not understood: write A..B (1..300) or numbers (1,2,3).", exit_code=2
+        ) from None
+    if not seeds or min(seeds) < 0:
+        raise OperatorError(f"--seeds {text} names no seed: write A..B with A not above B.", exit_code=2)
+    return seeds
+
+
+def generator(seed: int) -> np.random.Generator:
+    """The one source of randomness of a world."""
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def simulate_one(seed: int) -> SeedReport:
+    """One seed with the real brain; real keys for every fifteenth."""
+    return run_seed(seed, generator(seed), Node, real_keys=seed % REAL_KEYS_EVERY == 0)
+
+
+def simulate_seeds(
+    seeds: Sequence[int],
+    *,
+    schedules: Iterable[str] = (),
+    jobs: int = 1,
+    told: Callable[[int, int], None] = lambda _done, _bad: None,
+) -> SimulationReport:
+    """Named schedules, then seeds, on `jobs` processes; `told` hears how many are done and how many bad."""
+    began = time.monotonic()
+    names = list(schedules)
+    broken: list[ScheduleReport] = []
+    reports: list[SeedReport] = []
+    bad = 0
+    pool = ProcessPoolExecutor(jobs, get_context("spawn")) if jobs > 1 else None
+    try:
+        for lives in _map(pool, _schedule, names):
+            broken.extend(r for r in lives if r.violation)
+        for chunk in _map(pool, _chunk, _chunks(seeds)):
+            reports.extend(chunk)
+            bad += sum(1 for r in chunk if r.violation)
+            told(len(reports), bad + len(broken))
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+    recoveries = sorted(r.recovery_s for r in reports if r.recovery_s == r.recovery_s)
+    return SimulationReport(
+        seeds=len(reports),
+        schedules=len(names),
+        violations=tuple(r for r in reports if r.violation),
+        broken_schedules=tuple(broken),
+        entries=sum(r.entries for r in reports),
+        versions=sum(r.version for r in reports),
+        memberships=sum(r.memberships for r in reports),
+        starts=sum(r.starts for r in reports),
+        messages=sum(r.messages for r in reports),
+        recovery_s_median=_at(recoveries, 0.5),
+        recovery_s_99=_at(recoveries, 0.99),
+        wall_s=time.monotonic() - began,
+    )
+
+
+def print_simulation(seeds: str, *, as_json: bool = False) -> int:
+    """The command. Exit status 0: no violation, 1: at least one. Raises: OperatorError for bad seeds."""
+    numbers = parse_seeds(seeds)
+
+    def told(done: int, bad: int) -> None:
+        if not as_json and sys.stderr.isatty():
+            print(f"\r{done} of {len(numbers)} seeds, {bad} violations", end="", file=sys.stderr, flush=True)
+
+    report = simulate_seeds(numbers, schedules=SCHEDULES, jobs=os.cpu_count() or 1, told=told)
+    if as_json:
+        print(json.dumps(as_plain(report)))
+    else:
+        print(in_words(report))
+    return 0 if report.ok else 1
+
+
+def as_plain(report: SimulationReport) -> dict[str, object]:
+    """The report for programs; violations with seed or name, the broken promise and the last lines."""
+    plain = report._asdict()
+    plain["violations"] = [_story(str(r.seed), r.violation, r.trace) for r in report.violations]
+    plain["broken_schedules"] = [_story(r.name, r.violation, r.trace) for r in report.broken_schedules]
+    return {k: None if isinstance(v, float) and v != v else v for k, v in plain.items()}
+
+
+def in_words(report: SimulationReport) -> str:
+    lines = [
+        (
+            f"{report.seeds} seeds and {report.schedules} directed schedules in {report.wall_s:.0f} s: "
+            f"{report.entries} entries certified, {report.memberships} changes of committee, "
+            f"{report.starts} starts, {report.messages} messages."
+        )
+    ]
+    if report.recovery_s_median == report.recovery_s_median:
+        lines.append(
+            f"After the faults the next entry came within {report.recovery_s_median:.1f} s (median), "
+            f"{report.recovery_s_99:.1f} s (99 %), simulated time."
+        )
+    if report.ok:
+        return "\n".join([*lines, "No violation."])
+    stories = [(r.name, r.violation, r.trace) for r in report.broken_schedules]
+    stories += [(f"seed {r.seed}", r.violation, r.trace) for r in report.violations]
+    lines.append(f"{len(stories)} VIOLATIONS:")
+    for name, violation, trace in stories[:VIOLATIONS_SHOWN]:
+        lines.append(f"\n{name}: {violation}")
+        lines.extend(f"    {line[:160]}" for line in trace[-TRACE_SHOWN:])
+        if name.startswith("seed "):
+            lines.append(f"  again: p2pdiloco simulate --seeds {name.removeprefix('seed ')}")
+    return "\n".join(lines)
+
+
+def _story(name: str, violation: str, trace: tuple[str, ...]) -> dict[str, object]:
+    return {"name": name, "violation": violation, "trace": list(trace[-TRACE_SHOWN:])}
+
+
+def _schedule(name: str) -> list[ScheduleReport]:
+    return [run_schedule(name, generator(1), Node)]
+
+
+def _chunk(seeds: list[int]) -> list[SeedReport]:
+    return [simulate_one(seed) for seed in seeds]
+
+
+def _chunks(seeds: Sequence[int]) -> list[list[int]]:
+    rest = iter(seeds)
+    return list(iter(lambda: list(islice(rest, limits.simulated_chunk_seeds)), []))
+
+
+def _map(
+    pool: ProcessPoolExecutor | None, work: Callable[[A], list[R]], over: Sequence[A]
+) -> Iterator[list[R]]:
+    """Over processes, or in this one where one is enough."""
+    return map(work, over) if pool is None else pool.map(work, over)
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
