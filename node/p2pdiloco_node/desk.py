@@ -257,6 +257,8 @@ class TrainerDesk:
                 "trainer", "A pass ended in values that are not finite: back to the swarm's state."
             )
             self._put(fact.TrainerNotFinite())
+            if self._supervisor is not None:
+                self._supervisor.pass_lost()
             self.adopt(state.version, state.clock, current(state.params), reset=True)
             return
         self._put(event)

@@ -45,7 +45,7 @@ from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_fi
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training.arrays import read_array
 from p2pdiloco_node.training.corpus import Progress, find_files, read_corpus, write_shards
-from p2pdiloco_node.training.presets import inner_spec, model_spec
+from p2pdiloco_node.training.presets import inner_spec, model_spec, warmup_tokens
 from p2pdiloco_node.training.supervisor import trainer_environment
 
 SPEC_FILE = "spec.bin"
@@ -139,6 +139,12 @@ async def create_run(
     if tune is not None:
         paths = tuple(out / BLOBS / shard.digest.hex() for shard in shards.shards)
         spec = await tune(Draft(spec, params, paths))
+        if "warmup_tokens" not in (inner or {}):
+            # It follows the target, which may be another now.
+            warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)
+            spec = msgspec.structs.replace(
+                spec, inner=msgspec.structs.replace(spec.inner, warmup_tokens=warmup)
+            )
         _check(spec)
     signed = sign_run_spec(spec, owner)
     await asyncio.to_thread(replace_file, files, out / SPEC_FILE, signed)

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -19,7 +21,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest, digest_of
 from p2pdiloco.protocol.actions import Settled
-from p2pdiloco.run_spec import InnerSpec, RunSpec, open_run_spec
+from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
 from p2pdiloco_node.run_new import Draft, create_run
@@ -46,11 +48,15 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(out: Path, texts: Path, owner_key: Path, **changes: object) -> None:
-    fields = {"inner": {"inner_steps": 10, "pass_s": 60.0}, "admission": "local", "seed": 1} | changes
+def make(out: Path, texts: Path, owner_key: Path, **changes: Any) -> None:
+    fields: dict[str, Any] = {
+        "inner": {"inner_steps": 10, "pass_s": 60.0},
+        "admission": "local",
+        "seed": 1,
+    } | changes
     asyncio.run(
         create_run("test", "llama:tiny", [f"{texts}/*.txt"], 10**6, out, owner_key=owner_key, **fields)
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,7 @@ def test_run_new_interrupted_is_no_run_and_goes_on(run_folder: Path, texts: Path
     owner = run_folder.parent / "owner" / "owner.key"
     out = tmp_path / "run"
 
-    async def interrupt(draft: Draft) -> InnerSpec:
+    async def interrupt(draft: Draft) -> RunSpec:
         assert all(p.is_file() for p in draft.shards)
         raise KeyboardInterrupt
 
@@ -101,13 +107,19 @@ def test_run_new_interrupted_is_no_run_and_goes_on(run_folder: Path, texts: Path
         make(out, texts, owner, tune=interrupt)
     assert not (out / "spec.bin").exists()
     witness = load_key(out / "witness.key")
-    make(out, texts, owner)
+
+    async def shorten(draft: Draft) -> RunSpec:
+        return msgspec.structs.replace(draft.spec, target_tokens=100_000)
+
+    make(out, texts, owner, tune=shorten)
     first, second = opened(run_folder), opened(out)
     assert second.committee.genesis.members == (witness.peer_id,) != first.committee.genesis.members
     # The same files: the same shards. Another run all the same.
     assert first.data == second.data
     assert first.owner_key == second.owner_key
     assert first.nonce != second.nonce
+    # The last word on the target moves the warm-up along: a fiftieth of the run.
+    assert (first.inner.warmup_tokens, second.inner.warmup_tokens) == (20_000, 2_000)
     with pytest.raises(OperatorError, match="already holds a run"):
         make(out, texts, owner)
 

@@ -66,17 +66,21 @@ def model_spec(name: str, tensors: tuple[TensorSpec, ...]) -> ModelSpec:
     )
 
 
+def warmup_tokens(target_tokens: int, step_tokens: int) -> int:
+    """A fiftieth of the run, but at least eight inner steps (of `step_tokens`) and at most 1000."""
+    return min(max(target_tokens // 50, 8 * step_tokens), 1000 * step_tokens)
+
+
 def inner_spec(name: str, target_tokens: int) -> InnerSpec:
-    """algorithm.md 2. Warm-up: a fiftieth of the run, but at least eight inner steps and at most 1000."""
+    """algorithm.md 2."""
     p = preset(name)
-    step_tokens = p.sequences_per_step * p.seq_len
     return InnerSpec(
         inner_steps=p.inner_steps,
         pass_s=p.pass_s,
         sequences_per_step=p.sequences_per_step,
         lr=p.lr,
         lr_min_share=0.1,
-        warmup_tokens=min(max(target_tokens // 50, 8 * step_tokens), 1000 * step_tokens),
+        warmup_tokens=warmup_tokens(target_tokens, p.sequences_per_step * p.seq_len),
         moments_warmup_steps=10,
         beta1=0.9,
         beta2=0.95,

@@ -122,6 +122,11 @@ class Supervisor:
         if self._configured:
             self._send(self._allow)
 
+    def pass_lost(self) -> None:
+        """A finished pass became no delta (not finite): its number is used up, its permission is not."""
+        if self._allow is not None:
+            self.allow(self._allow.until_sequence + 1, 0, self._allow.why)
+
     async def evaluate(self, version: int, params: Floats) -> None:
         """Ends in `Evaluated`, unless the trainer crashes before."""
         if not self._configured:

@@ -17,7 +17,7 @@ from p2pdiloco.sim.keys import FastSigner, verify_fast
 from p2pdiloco.sim.tiny_run import PARAMS, TENSORS, tiny_run
 from p2pdiloco.wire.messages import DeltaHeader
 from p2pdiloco.wire.signing import delta_statement
-from p2pdiloco_node.ports import BlobStore, Purpose
+from p2pdiloco_node.ports import BlobStore, Contributor, Purpose
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.frames import PassDone
 
@@ -89,6 +89,8 @@ def done(sequence: int, first: int = 0) -> PassDone:
 
 def test_a_finished_pass_is_a_signed_header_and_a_blob(disk: Disk) -> None:
     mine = disk.start()
+    as_the_port_says: Contributor = mine
+    assert as_the_port_says.in_flight() == []
     assert (mine.next_sequence, mine.cursor) == (1, 0)
     header = mine.finish_pass(raw(1), done(1))
     assert (header.sequence, header.steps, header.base_version) == (1, 4, 3)

@@ -33,7 +33,7 @@ def batches(tiny: TinyModelRun, n: int) -> list[npt.NDArray[np.int64]]:
 
 
 def theta(loop: InnerLoop) -> Floats:
-    return loop.theta.numpy().copy()
+    return np.array(loop.theta.numpy(), np.float32)
 
 
 def test_tied_embeddings_are_one_tensor(tiny: TinyModelRun) -> None:

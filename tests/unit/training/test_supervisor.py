@@ -185,6 +185,18 @@ async def test_after_a_crash_it_starts_again_where_the_last_pass_ended(tmp_path:
         await desk.until(lambda: desk.heard()[-1].startswith("Allow(until_sequence=3"))
 
 
+async def test_a_pass_that_became_no_delta_costs_no_permission(tmp_path: Path) -> None:
+    async with running(tmp_path) as desk:
+        desk.state.set()
+        desk.supervisor.pass_lost()  # before anything was allowed: nothing to give back
+        desk.supervisor.allow(2, 7, "pass")
+        desk.supervisor.pass_lost()
+        await desk.until(lambda: bool(desk.heard("Adopt")))
+        await desk.until(lambda: "until_sequence=10" in repr(desk.heard("Allow")))
+        desk.supervisor.pass_lost()
+        await desk.until(lambda: "until_sequence=11" in repr(desk.heard("Allow")))
+
+
 async def test_three_crashes_and_the_brake_holds(tmp_path: Path) -> None:
     async with running(tmp_path) as desk:
         desk.state.set()

@@ -61,11 +61,11 @@ class Bench:
 
     @property
     def theta(self) -> Floats:
-        return self.worker.loop.theta.numpy().copy()
+        return np.array(self.worker.loop.theta.numpy(), np.float32)
 
     @property
     def anchor(self) -> Floats:
-        return self.worker.loop.anchor.numpy().copy()
+        return np.array(self.worker.loop.anchor.numpy(), np.float32)
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_reports_come_at_most_every_half_second(bench: Bench) -> None:
     assert reports[-1].tokens_per_s == pytest.approx(bench.tiny.spec.tokens_per_inner_step)
     assert reports[-1].inner_steps == 4
     step = bench.worker.loop.step
-    bench.worker.loop.step = lambda t, lr: _hurry(bench, step(t, lr))  # type: ignore[method-assign]
+    bench.worker.loop.step = lambda tokens, lr: _hurry(bench, step(tokens, lr))  # type: ignore[method-assign]
     bench.said.clear()
     bench.turn(10)
     assert 1 <= len(bench.all(frames.Stepped)) <= 3
