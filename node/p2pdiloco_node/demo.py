@@ -34,7 +34,7 @@ from p2pdiloco_node.verify import read_log
 
 MODEL = "llama:1m"
 PASS_S_MIN, PASS_S_WANTED, PASS_S_MAX = 3.0, 4.0, 6.0
-OUTER_STEPS, OUTER_STEPS_CHAOS = 24, 40
+OUTER_STEPS, OUTER_STEPS_CHAOS = 24, 48
 # Half a minute of install check, imports and start; then a version takes at most a pass and its grace.
 RUN_S_MAX = 1800.0
 END_S_MAX = 40.0  # for the last evaluation and for everybody to reach the last version

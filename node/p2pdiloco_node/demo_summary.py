@@ -98,7 +98,7 @@ def facts_of_log(spec: RunSpec, entries: Sequence[Entry]) -> LogFacts:
             version, tokens, root = content.version, content.clock, Digest(content.state_root)
             accepted += len(content.contributions)
             stale += sum(c.staleness >= STALE_ROUNDS for c in content.contributions)
-            rounds.update(round(c.staleness) for c in content.contributions)
+            rounds.update(int(c.staleness + 0.5) for c in content.contributions)
             refused.update(r.reason for r in content.refused)
         elif isinstance(content, Membership):
             committee = content.committee

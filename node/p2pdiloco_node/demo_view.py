@@ -129,16 +129,20 @@ class LiveView:
 
 def _words(node: Daemon) -> str:
     s = node.status
-    if s is None:
-        return f"{node.name} {'paused' if node.paused else 'starting' if node.alive else 'down'}"
+    if s is None or node.paused:
+        return f"{node.name} {_without_answer(node)}"
     loss = "–" if s.loss is None else f"{s.loss:.2f}"
     return f"{node.name} {s.state.word}{' (leads)' if s.leads else ''}, loss {loss}"
 
 
+def _without_answer(node: Daemon) -> str:
+    return "stopped" if node.paused else "starting" if node.alive else "down"
+
+
 def _cells(node: Daemon) -> list[str]:
     s = node.status
-    if s is None:
-        return [node.name, "stopped" if node.paused else "starting" if node.alive else "down", *["–"] * 6]
+    if s is None or node.paused:
+        return [node.name, _without_answer(node), *["–"] * 6]
     return [
         node.name,
         s.state.word + (" (leads)" if s.leads else ""),

@@ -1,0 +1,216 @@
+"""Real daemons, real trainers, real sockets: join late, leave, die, come back, go on without the tracker."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.verify import verify_run
+
+from .swarm_kit import Swarm, free_port, make_run, processes_of, swarm_in, wait_for
+
+pytestmark = pytest.mark.e2e
+
+START_S = 60.0  # imports of several trainers on a busy machine
+STEP_S = 40.0  # for anything that takes a pass or an election
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that one node finished by itself, kept with every delta (scenario A2)."""
+    folder = tmp_path_factory.mktemp("alone")
+    run = make_run(folder, versions=5, pass_s=0.5)
+    with swarm_in(folder, run, free_port()) as swarm:
+        swarm.start_tracker()
+        node = swarm.node("node-1", "--keep-deltas")
+        assert node.wait(START_S + STEP_S) == 0, node.text()
+        assert "The run is over at version 5" in node.text()
+        wait_for(lambda: len(swarm.page()["learning"]["evaluations"]) >= 2, STEP_S, "evaluations on the page")  # type: ignore[index]
+        losses = [e["loss"] for e in swarm.page()["learning"]["evaluations"]]  # type: ignore[index]
+        assert losses[-1] < losses[0]
+        status, seconds = swarm.tracker.terminate()
+        assert (status, seconds < 5) == (0, True), swarm.tracker.text()
+    assert processes_of(folder) == []
+    return folder
+
+
+def test_a_node_alone_finishes_and_its_log_verifies(alone: Path) -> None:
+    by_witness = verify_run(alone / "run")
+    by_node = verify_run(alone / "node-1")
+    assert (by_witness.first_version, by_witness.version) == (0, 5)
+    assert by_witness.state_root == by_node.state_root
+    assert by_witness.deltas >= 5
+
+
+def test_a_run_that_is_over_says_so_and_keeps_the_model(alone: Path) -> None:
+    link = (alone / "node-1" / "join").read_text().strip()
+    port = int(link.split(":")[2].split("/")[0])
+    with swarm_in(alone, bytes.fromhex(link.split("#")[1]), port) as swarm:  # type: ignore[arg-type]
+        swarm.start_tracker()
+        node = swarm.node("node-1")
+        assert node.wait(START_S) == 0, node.text()
+        assert node.text().count("The run is over at version 5") >= 2
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    shutil.copytree(run, folder / "run")
+    return folder / "run"
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_finds_a_damaged_log_and_names_the_entry(alone: Path, tmp_path: Path) -> None:
+    run = copy_of(alone / "run", tmp_path)
+    log = run / "witness" / "journal" / "log"
+    flip(log, log.stat().st_size // 2)
+    before = log.read_bytes()
+    with pytest.raises(OperatorError, match=r"entry [1-9]\d*: the log is damaged at byte") as caught:
+        verify_run(run)
+    assert caught.value.exit_code == 1
+    assert log.read_bytes() == before
+
+
+def test_verify_finds_a_damaged_delta(alone: Path, tmp_path: Path) -> None:
+    run = copy_of(alone / "run", tmp_path)
+    delta = next(p for p in sorted((run / "witness" / "blobs" / "delta").rglob("*")) if p.is_file())
+    flip(delta, 200)
+    with pytest.raises(OperatorError, match=r"entry \d+: .*damaged"):
+        verify_run(run)
+
+
+def test_verify_refuses_another_run_s_log(alone: Path, tmp_path: Path) -> None:
+    run = copy_of(alone / "run", tmp_path)
+    flip(run / "spec.bin", 40)
+    with pytest.raises(OperatorError, match="does not verify: the RunSpec"):
+        verify_run(run)
+
+
+def test_verify_of_an_empty_folder_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="no kept run") as caught:
+        verify_run(tmp_path)
+    assert caught.value.exit_code == 3
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    run = make_run(tmp_path, versions=500)
+    with swarm_in(tmp_path, run, free_port()) as swarm:
+        yield swarm
+
+
+def same_model(swarm: Swarm) -> bool:
+    """Every living node shows the same version and state at some moment."""
+    statuses = [node.status() for node in swarm.nodes.values() if node.alive]
+    return len({(s.index, s.state_digest) if s is not None else None for s in statuses}) == 1
+
+
+def test_late_join_leave_kill_and_a_tracker_that_goes_away(swarm: Swarm) -> None:
+    swarm.start_tracker()
+    for name in ("node-1", "node-2"):
+        swarm.node(name)
+    wait_for(lambda: swarm.listed("node-1") and swarm.listed("node-2"), START_S, "two nodes contribute")
+
+    # A third joins late and contributes; the committee has three seats.
+    swarm.node("node-3")
+    wait_for(lambda: swarm.listed("node-3"), START_S, "the late node contributes")
+    wait_for(lambda: len(swarm.page()["committee"]["members"]) == 3, STEP_S, "a committee of three")  # type: ignore[index]
+
+    # The tracker dies: the swarm goes on for three versions and says so; a new node is told.
+    swarm.tracker.kill()
+    before = swarm.version()
+    wait_for(lambda: swarm.version() >= before + 3, STEP_S, "three versions without the tracker")
+    status = swarm.nodes["node-1"].status()
+    assert status is not None
+    assert status.tracker.startswith("unreachable since")
+    stranger = swarm.node("stranger")
+    assert stranger.wait(30) == 4
+    assert "No reachable tracker: tried http://127.0.0.1" in stranger.text()
+    del swarm.nodes["stranger"]
+
+    # It comes back empty and is filled again by announces; the page's history is there.
+    swarm.start_tracker()
+    wait_for(lambda: len(swarm.page()["nodes"]) == 3, STEP_S, "three nodes announced again")  # type: ignore[arg-type]
+    wait_for(lambda: swarm.page()["progress"]["version"] >= before + 3, STEP_S, "the witness has caught up")  # type: ignore[index]
+
+    # kill -9 of a node: the others go on; it comes back with the same identity and contributes.
+    victim = swarm.nodes["node-2"]
+    was = victim.status()
+    victim.kill()
+    before = swarm.version()
+    wait_for(lambda: swarm.version() >= before + 2, STEP_S, "two versions without the victim")
+    swarm.node("node-2")
+    wait_for(lambda: swarm.listed("node-2") > before, START_S, "the victim contributes again")
+    again = victim.status()
+    assert was is not None
+    assert again is not None
+    assert again.peer == was.peer
+
+    # SIGTERM: a goodbye within five seconds; the page says that it left; the others go on.
+    code, seconds = swarm.nodes["node-3"].terminate()
+    assert code == 0
+    assert seconds < 5
+    before = swarm.version()
+    wait_for(lambda: swarm.version() >= before + 2, STEP_S, "two versions after the goodbye")
+    rows = {row["who"]["name"]: row["state"]["word"] for row in swarm.page()["nodes"]}  # type: ignore[attr-defined]
+    assert rows["node-3"] == "offline"
+
+    wait_for(lambda: same_model(swarm), STEP_S, "the same model everywhere")
+
+
+def test_the_whole_swarm_stops_and_resumes(swarm: Swarm) -> None:
+    """Scenario F3: same version, clock and data cursor, in another order of starts."""
+    swarm.start_tracker()
+    for name in ("node-1", "node-2"):
+        swarm.node(name)
+    wait_for(
+        lambda: swarm.version() >= 4 and swarm.listed("node-1") and swarm.listed("node-2"),
+        START_S,
+        "4 versions",
+    )
+    for process in (*swarm.nodes.values(), swarm.tracker):
+        process.kill()
+    node = swarm.node("node-2")
+    wait_for(lambda: node.status() is not None, START_S, "a node is there before its tracker")
+    first = node.status()
+    assert first is not None
+    assert first.version >= 3
+    assert first.clock > 0
+    swarm.start_tracker()
+    swarm.node("node-1")
+    before = first.version
+    wait_for(
+        lambda: swarm.listed("node-1") > before and swarm.listed("node-2") > before,
+        START_S + STEP_S,
+        "both again",
+    )
+    wait_for(lambda: same_model(swarm), STEP_S, "the same model everywhere")
+
+
+def test_a_dead_trainer_is_started_again_and_a_second_signal_ends_at_once(swarm: Swarm) -> None:
+    import psutil
+
+    swarm.start_tracker()
+    node = swarm.node("node-1")
+    wait_for(lambda: swarm.listed("node-1"), START_S, "the node contributes")
+    assert node.popen is not None
+    (trainer,) = psutil.Process(node.popen.pid).children()
+    trainer.kill()
+    before = swarm.version()
+    wait_for(lambda: swarm.version() > before + 1, START_S, "versions after the trainer's death")
+    assert "The trainer ended" in node.text()
+    node.popen.send_signal(signal.SIGINT)
+    node.popen.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    node.wait(5)
+    assert time.monotonic() - began < 5
+    wait_for(lambda: processes_of(swarm.folder / "node-1") == [], 5, "no trainer is left")
