@@ -75,7 +75,6 @@ class Desk:
         self.state = asyncio.Event()
         self.view = AnchorView(np.arange(3, dtype=np.float32), 0, 0)
         self.version = 0
-        self.begun = 0
         self.folder = folder
         moments = folder / "moments"
         moments.mkdir()
@@ -93,10 +92,10 @@ class Desk:
         )
 
     async def _begin(self) -> Beginning:
-        self.begun += 1
+        version, view = self.version, self.view  # as it was when the answer was begun
         await self.state.wait()
         configure = frames.Configure(b"", b"", (), "", "", cursor=0, next_sequence=0)
-        return Beginning(configure, self.version, 1000, self.view)
+        return Beginning(configure, version, 1000, view)
 
     async def _hear(self, event: Told) -> None:
         async with self.news:
@@ -135,11 +134,11 @@ async def running(folder: Path, *flags: str) -> AsyncIterator[Desk]:
 
 async def test_it_configures_and_adopts_once_there_is_a_state(tmp_path: Path) -> None:
     async with running(tmp_path) as desk:
+        desk.view = desk.view._replace(sequence=5, unmerged_tokens=30)
         await desk.until(lambda: bool(desk.all(frames.Ready)))
         assert desk.heard() == []  # imports run beside the sync
         desk.supervisor.allow(2, 5, "free")
         await desk.supervisor.evaluate(4, np.zeros(3, np.float32))
-        desk.view = desk.view._replace(sequence=5, unmerged_tokens=30)
         desk.state.set()
         await desk.until(lambda: len(desk.heard()) == 4)
         configure, adopt, allow, evaluate = desk.heard()
