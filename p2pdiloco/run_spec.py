@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from p2pdiloco import limits
@@ -157,6 +158,15 @@ class RunSpec(Struct, frozen=True):
         return self.inner.sequences_per_step * self.model.seq_len
 
 
+class Heading(msgspec.Struct, frozen=True, array_like=True):
+    """The fields with which a RunSpec of any format begins; what follows them is left alone."""
+
+    format: Positive
+    math_version: Positive
+    name: Annotated[str, Meta(min_length=1, max_length=limits.name_chars_max)]
+    owner_key: Bytes32
+
+
 class SignedRunSpec(Struct, frozen=True):
     """The RunSpec's bytes as the owner signed them."""
 
@@ -192,15 +202,20 @@ def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None)
     if expected is not None and run != expected:
         raise PeerError("WRONG_RUN", f"expected run {expected.hex()[:16]}, got {run.hex()[:16]}")
     try:
+        heading = decode(signed.spec, Heading, bytes_max=limits.run_spec_bytes_max)
+        if not verify(heading.owner_key, signed.signature, b"p2pdiloco/v1/run-spec\0" + signed.spec):
+            raise PeerError("BAD_SIGNATURE", "RunSpec")
+        if heading.format != FORMAT or heading.math_version != MATH_VERSION:
+            # Before the rest is read: another format may well have other fields.
+            raise OperatorError(
+                f"run {heading.name!r} has format {heading.format} and math {heading.math_version}; this "
+                f"build has {FORMAT} and {MATH_VERSION}: install the version that the run names "
+                "(pip install p2pdiloco).",
+                exit_code=5,
+            )
         spec = decode(signed.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
     except PeerError as error:
+        if error.reason == "BAD_SIGNATURE":
+            raise
         raise PeerError("MALFORMED", f"RunSpec: {error}") from None
-    if not verify(spec.owner_key, signed.signature, b"p2pdiloco/v1/run-spec\0" + signed.spec):
-        raise PeerError("BAD_SIGNATURE", "RunSpec")
-    if spec.format != FORMAT or spec.math_version != MATH_VERSION:
-        raise OperatorError(
-            f"run {spec.name!r} has format {spec.format} and math {spec.math_version}; this build has "
-            f"{FORMAT} and {MATH_VERSION}: install the version that the run names (pip install p2pdiloco).",
-            exit_code=5,
-        )
     return run, spec

@@ -73,11 +73,11 @@ def seal(message: Message, signer: Signer, *, run: RunId, epoch: int, boot: int,
     return signed + signer.sign(DOMAIN + signed)
 
 
-def open_envelope(data: bytes, verify: Verify, *, run: RunId) -> Opened:
+def open_envelope(data: bytes, verify: Verify, *, run: RunId, epoch: int = 0) -> Opened:
     """Open untrusted bytes.
 
     Raises:
-        PeerError: TOO_BIG, MALFORMED, WRONG_VERSION, WRONG_RUN, BAD_SIGNATURE.
+        PeerError: TOO_BIG, MALFORMED, WRONG_VERSION, WRONG_RUN, WRONG_EPOCH, BAD_SIGNATURE.
     """
     if len(data) > limits.message_bytes_max + 1024:
         raise PeerError("TOO_BIG", f"{len(data)} bytes")
@@ -93,6 +93,9 @@ def open_envelope(data: bytes, verify: Verify, *, run: RunId) -> Opened:
         )
     if signed.run != run:
         raise PeerError("WRONG_RUN", f"the message is for run {signed.run.hex()[:16]}")
+    if signed.epoch != epoch:
+        # An ack signed for another epoch would spoil the certificate that counts it.
+        raise PeerError("WRONG_EPOCH", f"the message is of epoch {signed.epoch}, this is epoch {epoch}")
     kind = KINDS.get(signed.kind)
     if kind is None:
         raise PeerError("MALFORMED", f"unknown kind {signed.kind!r}")

@@ -140,6 +140,7 @@ def test_the_kept_envelope_opens(kept: dict[str, Any]) -> None:
         bytes.fromhex(kept["signed"]["envelope"]),
         signing.verify_ed25519,
         run=RunId(tagged_digest("test", bytes([0]))),
+        epoch=1,
     )
     assert opened.message == example(Heartbeat)
     assert (opened.epoch, opened.boot, opened.n) == (1, 2, 3)

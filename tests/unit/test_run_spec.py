@@ -1,0 +1,115 @@
+"""The signed RunSpec: its digest is the run (protocol.md 2, 7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.ids import RunId, digest_of, merkle_root
+from p2pdiloco.run_spec import (
+    FORMAT,
+    MATH_VERSION,
+    RunSpec,
+    SignedRunSpec,
+    open_run_spec,
+    run_id_of,
+    sign_run_spec,
+    spec_bytes_of,
+)
+from p2pdiloco.sim.tiny_run import tiny_run
+from p2pdiloco.wire.codec import decode, encode
+from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
+
+OWNER = Ed25519Signer(bytes([1]) * 32)
+THIEF = Ed25519Signer(bytes([2]) * 32)
+TINY = tiny_run(OWNER, THIEF.peer_id)
+
+
+def signed(spec: RunSpec, key: Ed25519Signer = OWNER) -> bytes:
+    """Signed by whom the test says, whoever the RunSpec names."""
+    return by(encode(spec), key)
+
+
+def by(data: bytes, key: Ed25519Signer = OWNER) -> bytes:
+    return encode(SignedRunSpec(data, key.sign(b"p2pdiloco/v1/run-spec\0" + data)))
+
+
+def changed(**fields: Any) -> RunSpec:
+    return msgspec.structs.replace(TINY.spec, **fields)
+
+
+def refused(data: bytes, reason: str, expected: RunId | None = None) -> None:
+    with pytest.raises(PeerError) as error:
+        open_run_spec(data, verify_ed25519, expected=expected)
+    assert error.value.reason == reason
+
+
+def test_the_way_there_and_back() -> None:
+    data = sign_run_spec(TINY.spec, OWNER)
+    assert open_run_spec(data, verify_ed25519) == (TINY.run, TINY.spec)
+    assert open_run_spec(data, verify_ed25519, expected=TINY.run) == (TINY.run, TINY.spec)
+    assert run_id_of(spec_bytes_of(data)) == TINY.run
+
+
+def test_two_runs_alike_have_two_names() -> None:
+    assert run_id_of(encode(changed(nonce=bytes([1] * 16)))) != TINY.run
+
+
+def test_a_tracker_cannot_swap_the_run() -> None:
+    other = changed(name="another", owner_key=THIEF.public_key)
+    refused(signed(other, THIEF), "WRONG_RUN", expected=TINY.run)
+
+
+def test_only_the_owner_it_names_signs_it() -> None:
+    refused(signed(TINY.spec, THIEF), "BAD_SIGNATURE")
+    signature = decode(sign_run_spec(TINY.spec, OWNER), SignedRunSpec, bytes_max=2**22).signature
+    refused(encode(SignedRunSpec(encode(changed(target_tokens=1)), signature)), "BAD_SIGNATURE")
+
+
+@pytest.mark.parametrize("change", [{"format": FORMAT + 1}, {"math_version": MATH_VERSION + 1}])
+def test_a_run_of_another_version_is_the_operators_to_mend(change: dict[str, int]) -> None:
+    with pytest.raises(OperatorError, match="install the version") as error:
+        open_run_spec(signed(changed(**change)), verify_ed25519)
+    assert error.value.exit_code == 5
+
+
+def test_a_format_to_come_is_told_from_a_damaged_file() -> None:
+    """Its fields beyond the heading are unknown here."""
+    heading = [FORMAT + 1, 3, "later", OWNER.public_key, {"something": "new"}]
+    with pytest.raises(OperatorError, match="'later' has format 2 and math 3"):
+        open_run_spec(by(encode(heading)), verify_ed25519)
+    refused(by(encode(heading), THIEF), "BAD_SIGNATURE")
+
+
+def test_a_field_out_of_range_is_malformed() -> None:
+    refused(signed(changed(eval_every=0)), "MALFORMED")
+    refused(signed(changed(admission="everybody")), "MALFORMED")
+    refused(signed(changed(name="")), "MALFORMED")
+    refused(by(encode([*msgspec.to_builtins(TINY.spec, builtin_types=(bytes,)), 1])), "MALFORMED")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(max_size=300) | st.binary(max_size=200).map(by))
+def test_arbitrary_bytes_raise_nothing_but_a_peer_error(data: bytes) -> None:
+    with pytest.raises(PeerError):
+        open_run_spec(data, verify_ed25519)
+
+
+@settings(max_examples=60, deadline=None)
+@given(place=st.integers(0, 8 * len(sign_run_spec(TINY.spec, OWNER)) - 1))
+def test_a_flipped_bit_is_refused(place: int) -> None:
+    raw = bytearray(sign_run_spec(TINY.spec, OWNER))
+    raw[place // 8] ^= 1 << place % 8
+    with pytest.raises(PeerError):
+        open_run_spec(bytes(raw), verify_ed25519, expected=TINY.run)
+
+
+def test_what_follows_from_its_fields() -> None:
+    assert TINY.spec.tokens_per_inner_step == 8
+    assert TINY.spec.model.params == 160
+    assert TINY.spec.genesis.params_root == merkle_root([digest_of(TINY.params.tobytes())])
