@@ -371,7 +371,9 @@ class Daemon:
         self.desk.attach(self._supervisor)
 
     async def _train(self) -> None:
-        await self._supervisor.run()
+        assert self.participant.node is not None, "begun"
+        if not self.participant.node.state.finished:
+            await self._supervisor.run()
 
     def _put(self, event: fact.Event) -> None:
         if self.participant.driver is not None:

@@ -256,6 +256,10 @@ class Participant:
             keeps_delta=keeps,
         )
         self.driver = Driver(self.node, ports, self._recorder)
+        if self.node.state.finished:  # in an earlier life: the rules say it once
+            self.telemetry.run_ended(self.node.version)
+            if desk is not None:
+                desk.run_ended(self.node.version)
 
     async def live(self) -> None:
         """Until the brain has left. Raises: what ended it otherwise."""
