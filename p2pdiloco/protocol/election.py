@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from p2pdiloco import limits
-from p2pdiloco.ids import Digest, PeerId
+from p2pdiloco.errors import PeerError
+from p2pdiloco.ids import Digest, PeerId, peer_id_of
 from p2pdiloco.protocol.ballot import Ballot
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.run_log import RunLog
@@ -89,7 +90,7 @@ class Election:
 
     def heard_aggregator(self, sender: PeerId, term: int) -> None:
         """The aggregator of `term` is alive: a heartbeat or a proposal came."""
-        if not self.is_voter or self._log.committee.aggregator_of(term) != sender:
+        if not self.is_voter or self._log.committee.aggregator_of(term) != sender or self.jumps(term):
             return
         if term < self._ballot.term:
             self._ctx.send(sender, NewerTerm(self._ballot.term))
@@ -99,6 +100,10 @@ class Election:
         self._heard_at = self._ctx.now
         self._pre_votes.clear()
         self.arm()
+
+    def jumps(self, term: int) -> bool:
+        """No one message may burn the terms; who lags so far is brought up by entries and answers."""
+        return term > self._ballot.term + limits.term_jump_max
 
     # Pre-vote: a node that comes back must not depose an aggregator that works.
 
@@ -167,7 +172,7 @@ class Election:
         if m.term < self._ballot.term:
             self._ctx.send(sender, NewerTerm(self._ballot.term))
             return
-        if self._log.committee.aggregator_of(m.term) != sender:
+        if self._log.committee.aggregator_of(m.term) != sender or self.jumps(m.term):
             return
         if self._ballot.raise_term(m.term):
             self._step_down()
@@ -180,13 +185,29 @@ class Election:
         if m.term < self._ballot.term:
             self._ctx.send(sender, NewerTerm(self._ballot.term))
             return
-        if self._log.committee.aggregator_of(m.term) != self._ctx.me:
+        if self._log.committee.aggregator_of(m.term) != self._ctx.me or self.jumps(m.term):
             return
+        if m.last_ack is not None and not self._could_ack(m.last_ack, m.term):
+            raise PeerError("BAD_VOTE", "it shows an ack of a proposal that nobody could have made")
         self._cast(m.term, sender, _cast_of(m.index, m.last_ack))
         if m.term > self._ballot.term:
             self.candidate(m.term, current=current)
         else:
             self.try_to_lead(m.term, current=current)
+
+    def _could_ack(self, ack: LastAck, term: int) -> bool:
+        """False if this ack of the next body shows a proposal by somebody who could not lead its term.
+
+        Its signature was checked when the vote was opened. Acks of entries that are certified by now, under
+        whatever committee, are nothing to propose again.
+        """
+        body = open_body(ack.body)
+        if ack.term > term:
+            return False
+        if body.index != self._log.index + 1:
+            return True
+        leader = self._log.committee.aggregator_of(ack.term)
+        return self._log.follows(body) and peer_id_of(ack.proposer_key) == leader
 
     def on_newer_term(self, sender: PeerId, m: NewerTerm, *, current: bool) -> None:
         """A liar could burn terms: the jump is bounded, and only a member of the committee is believed."""
@@ -199,6 +220,8 @@ class Election:
         """An ack of the last body of its term is its voter's vote for the next one."""
         term = ack.term + 1
         if self._log.committee.aggregator_of(term) != self._ctx.me or term < self._ballot.term:
+            return
+        if self.jumps(term):
             return
         cast = Cast(ack.index - 1, ack.term, ack.index, Digest(ack.body), None)
         self._votes.setdefault(term, {}).setdefault(voter, cast)
@@ -267,7 +290,8 @@ class Election:
 
     def resign(self) -> None:
         """Stop leading without a word; the others' timeouts do the rest."""
-        self._step_down()
+        self.leading = None
+        self.again = None
 
     def _step_down(self) -> None:
         if self.leading is not None and self.leading < self._ballot.term:

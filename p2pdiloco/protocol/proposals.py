@@ -73,7 +73,8 @@ class Proposals:
         self._pool = pool
         self._check_other = check_other
         self._parked: tuple[PeerId, bytes, Proposal] | None = None
-        self._draft: tuple[Content, bool, bool] | None = None  # content, proposed again, wants to be last
+        # Content, the body if it is proposed again, whether it wants to be the last of the term.
+        self._draft: tuple[Content, bytes | None, bool] | None = None
         self._mine: Proposal | None = None  # proposed in the term led, until certified
         self._bodies = bodies
         self._acks: dict[tuple[int, int, Digest, bool], dict[PeerId, AckSignature]] = {}
@@ -97,12 +98,15 @@ class Proposals:
     def start(self, content: Content, *, wants_last: bool) -> None:
         """Propose this content (its root is still to be found) in the term led."""
         assert self._election.leading is not None
-        self._draft = (content, False, wants_last)
+        self._draft = (content, None, wants_last)
         self.resume()
 
     def start_again(self, body: bytes) -> None:
-        """Propose a body that a voter acked in an earlier term, once it is checked here."""
-        self._draft = (open_body(body).content, True, False)
+        """Propose a body that a voter acked in an earlier term, once it is checked here.
+
+        The very bytes: another encoding of the same content would be another body.
+        """
+        self._draft = (open_body(body).content, body, False)
         self._remember(body)
         self.resume()
 
@@ -119,7 +123,7 @@ class Proposals:
             self._draft = None
             return
         content, again, wants_last = self._draft
-        if again:
+        if again is not None:
             verdict = self._check(content, TOLERANCE_AGAIN)
             if verdict is WAIT:
                 return
@@ -133,12 +137,13 @@ class Proposals:
                 return
             content = msgspec.structs.replace(content, state_root=root)
         self._draft = None
-        self._propose(content, term, wants_last=wants_last)
+        log = self._log
+        fresh = Body(log.run, log.epoch, log.index + 1, log.head, log.committee_digest, content)
+        self._propose(content, again or encode(fresh), term, wants_last=wants_last)
 
-    def _propose(self, content: Content, term: int, *, wants_last: bool) -> None:
+    def _propose(self, content: Content, body: bytes, term: int, *, wants_last: bool) -> None:
         log, me = self._log, self._ctx.identity
         committee = log.committee_digest
-        body = encode(Body(me.run, log.epoch, log.index + 1, log.head, committee, content))
         digest = body_digest(body)
         self._remember(body)
         last = wants_last
@@ -147,7 +152,8 @@ class Proposals:
             last = acked.last  # never changes afterwards
         statement = proposal_statement(me.run, log.epoch, committee, term, log.index + 1, digest, last=last)
         proposal = Proposal(term, body, last, me.signer.sign(statement))
-        if not self._ack(proposal, me.signer.public_key):
+        # A disk that turned out to be rolled back makes no more promises (targets.md R1b).
+        if not self._election.may_vote() or not self._ack(proposal, me.signer.public_key):
             self._election.resign()
             return
         self._mine = proposal
@@ -183,6 +189,8 @@ class Proposals:
             self._ctx.send(sender, EntriesWanted(log.index + 1))
             return
         if not log.follows(body) or log.committee.aggregator_of(m.term) != sender:
+            return
+        if self._election.jumps(m.term):
             return
         repeat = self._ballot.is_repeat(m.term, body.index, body_digest(m.body), last=m.last)
         if m.term < self._ballot.term and not repeat:
@@ -296,9 +304,21 @@ class Proposals:
             if m.index > log.index + 1:
                 self._ctx.send(voter, EntriesWanted(log.index + 1))
             return
+        if self._election.jumps(m.term):
+            return
+        self._forget_oldest_ack(voter)
         self._acks.setdefault((m.term, m.index, digest, m.last), {})[voter] = AckSignature(key, m.signature)
         if m.last:
             self._election.on_last_ack(voter, m)
+
+    def _forget_oldest_ack(self, voter: PeerId) -> None:
+        """A voter acks one body in a term; whoever acks many only pushes out its own."""
+        given = [k for k, acks in self._acks.items() if voter in acks]
+        if len(given) >= limits.terms_counted_max:
+            oldest = min(given)
+            del self._acks[oldest][voter]
+            if not self._acks[oldest]:
+                del self._acks[oldest]
 
     def certified(self) -> Entry | None:
         """The next entry, if a majority has acked one body in one term and the body is known here."""
