@@ -1,0 +1,106 @@
+"""The demo as a newcomer runs it, with faults; and Ctrl-C. Timed: needs the machine to itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco.ids import PeerId
+from p2pdiloco.run_spec import open_run_spec
+from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node.verify import verify_run
+
+from .swarm_kit import processes_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timed]
+
+CHAOS_S_MAX = 360.0
+KEYS = {
+    "seed", "nodes", "run_id", "version", "seconds", "tokens", "eval_loss_first", "eval_loss_last",
+    "bits_per_byte_last", "state_digests", "terms", "aggregators", "voters", "deltas", "staleness",
+    "bytes_per_node_per_token", "times_less_than_bf16_data_parallel", "tokens_per_s", "faults",
+    "longest_inner_gap_s", "page",
+}  # fmt: skip
+
+
+def demo(*arguments: str, folder: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder / "tmp")}
+    (folder / "tmp").mkdir()
+    with (folder / "demo.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "p2pdiloco_node.cli", "demo", "--headless", *arguments],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True,
+        )  # fmt: skip
+
+
+def said(folder: Path) -> str:
+    return (folder / "demo.log").read_text("utf-8", "replace")
+
+
+def test_the_demo_with_faults(tmp_path: Path) -> None:
+    summary_path = tmp_path / "out.json"
+    process = demo("--chaos", "--json", str(summary_path), "--keep", str(tmp_path / "kept"), folder=tmp_path)
+    try:
+        code = process.wait(CHAOS_S_MAX)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(10)
+    assert code == 0, said(tmp_path)
+    s = json.loads(summary_path.read_text())
+    assert set(s) == KEYS
+    assert len(set(s["state_digests"].values())) == 1
+    assert len(s["state_digests"]) == s["nodes"] == 3
+    assert s["eval_loss_last"] <= 0.75 * s["eval_loss_first"]
+    assert len(s["aggregators"]) >= 2
+
+    run, spec = open_run_spec((tmp_path / "kept" / "run" / "spec.bin").read_bytes(), verify_ed25519)
+    assert s["run_id"] == run.hex()
+    assert s["version"] == spec.target_version
+    assert PeerId(spec.committee.genesis.witness).hex() not in s["aggregators"]
+    assert 3.0 <= spec.inner.pass_s <= 6.0
+
+    kinds = ["kill aggregator", "kill node", "pause node", "kill tracker"]
+    assert [fault["kind"] for fault in s["faults"]] == kinds
+    full_round_s = spec.inner.pass_s
+    for fault in s["faults"]:
+        assert fault["to_next_version_s"] is not None, said(tmp_path)
+        assert fault["to_next_version_s"] <= 10 + full_round_s, said(tmp_path)
+        assert fault["to_contribution_s"] is not None, said(tmp_path)
+    assert max(s["longest_inner_gap_s"].values()) <= 3.0, said(tmp_path)
+    assert set(s["deltas"]["refused"]) <= {"RUN_OVER"}, said(tmp_path)
+
+    verified = verify_run(tmp_path / "kept")
+    assert (verified.first_version, verified.version) == (0, s["version"])
+    assert verified.state_root.hex() in s["state_digests"].values()
+    assert verified.deltas == s["deltas"]["accepted"]
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", [r"Timing an inner step", r"version 0 of \d+; node-1 (syncing|training)"])
+def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, moment: str) -> None:
+    process = demo("--outer-steps", "200", "--inner-steps", "8", folder=tmp_path)
+    try:
+        until = time.monotonic() + 120
+        while not re.search(moment, said(tmp_path)):
+            assert process.poll() is None, said(tmp_path)
+            assert time.monotonic() < until, said(tmp_path)
+            time.sleep(0.1)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130, said(tmp_path)
+        assert time.monotonic() - began < 5
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert processes_of(tmp_path) == []
+    assert list((tmp_path / "tmp").iterdir()) == [], "temporary folders are left"

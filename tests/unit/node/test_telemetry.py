@@ -1,0 +1,105 @@
+"""What a node says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pdiloco.ids import Digest, PeerId, RunId
+from p2pdiloco.protocol.tracker import why_bad
+from p2pdiloco.status.read_model import to_json
+from p2pdiloco.wire.messages import DeltaReceipt, Outcome
+from p2pdiloco_node.telemetry import BrainView, NodeStatus, Telemetry
+
+ME, OTHER = PeerId(b"m" * 32), PeerId(b"o" * 32)
+BRAIN = BrainView(
+    index=3,
+    version=2,
+    term=4,
+    leads=True,
+    aggregator=ME,
+    members=((OTHER, True), (ME, False)),
+    clock=100,
+    in_flight=1,
+    peers=1,
+    root=Digest(b"r" * 32),
+)
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def telemetry(clock: Clock) -> Telemetry:
+    return Telemetry(
+        "n", ME, RunId(b"x" * 32), "run", role="node", pid=1, inner_steps=4, clock=clock, wall=clock
+    )
+
+
+def status(telemetry: Telemetry) -> NodeStatus:
+    return telemetry.status(BRAIN, bytes_up=1, bytes_down=2, lag_s_max=0.1)
+
+
+def test_it_says_since_when_the_tracker_is_away(telemetry: Telemetry, clock: Clock) -> None:
+    assert status(telemetry).tracker == "ok"
+    telemetry.tracker_failed("refused")
+    clock.now += 30
+    telemetry.tracker_failed("refused")
+    assert status(telemetry).tracker == "unreachable since 30 s"
+    assert status(telemetry).tracker_silent_s == 30
+    telemetry.tracker_answered()
+    assert status(telemetry).tracker == "ok"
+    assert [s.kind for s in status(telemetry).said] == ["tracker", "tracker"]
+
+
+def test_a_delta_that_several_voters_refuse_counts_once(telemetry: Telemetry) -> None:
+    for outcome in (Outcome.NOTED, Outcome.RATE_LIMITED, Outcome.BAD_SHAPE, Outcome.BAD_SHAPE):
+        telemetry.receipt(DeltaReceipt(b"d" * 32, outcome, "", 0.0))
+    telemetry.receipt(DeltaReceipt(b"e" * 32, Outcome.RUN_OVER, "", 0.0))
+    assert status(telemetry).refused == {"BAD_SHAPE": 1, "RUN_OVER": 1}
+    assert status(telemetry).last_outcome == "run over"
+
+
+def test_steps_gaps_and_a_loss_that_is_not_finite(telemetry: Telemetry, clock: Clock) -> None:
+    telemetry.stepped(2, 3.5, 100.0, 0.2, 1)
+    telemetry.stepped(4, float("nan"), 100.0, 1.2, 1)
+    telemetry.stepped(1, 3.0, 100.0, 0.1, 2)
+    said = status(telemetry)
+    assert said.inner_steps_done == 5
+    assert said.longest_inner_gap_s == 1.2
+    assert [(g.at_monotonic_s, g.seconds) for g in said.gaps] == [(50.0, 1.2)]
+    assert said.state.word == "training"
+    telemetry.stepped(2, float("inf"), 100.0, 0.1, 2)
+    assert status(telemetry).loss is None
+    assert b"null" in to_json(status(telemetry))
+
+
+def test_seats_and_when_they_were_heard(telemetry: Telemetry, clock: Clock) -> None:
+    assert [s.heard_s for s in status(telemetry).committee] == [None, 0.0]
+    telemetry.heard(OTHER)
+    clock.now += 2
+    assert [s.heard_s for s in status(telemetry).committee] == [2.0, 0.0]
+
+
+def test_every_state_makes_a_report_that_the_tracker_takes(telemetry: Telemetry) -> None:
+    for change in ("joining", "training", "waiting", "down", "braked", "leaving", "over"):
+        match change:
+            case "training":
+                telemetry.stepped(1, 2.0, 10.0, 0.1, 1)
+            case "waiting":
+                telemetry.waiting("no quorum")
+            case "down" | "braked":
+                telemetry.trainer_down("exit status 1", 2.0, braked=change == "braked")
+            case "leaving":
+                telemetry.state = "leaving"
+            case "over":
+                telemetry.run_ended(2)
+        assert why_bad(telemetry.report(2, bytes_up=1, bytes_down=2)) == "", change
