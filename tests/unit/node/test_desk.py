@@ -1,0 +1,201 @@
+"""Own work in step with the log: order, only the newest state, nothing said before it is durable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pdiloco.errors import PeerError
+from p2pdiloco.ids import Digest, PeerId, RunId
+from p2pdiloco.protocol import events as fact
+from p2pdiloco.protocol.actions import Settled
+from p2pdiloco.wire.messages import DeltaHeader
+from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
+from p2pdiloco_node.ports import Array
+from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.training import frames
+from p2pdiloco_node.training.arrays import write_array
+from p2pdiloco_node.training.contributor import AnchorView
+from p2pdiloco_node.training.supervisor import TrainerDown
+
+DELTA, ROOT, ME = Digest(b"d" * 32), Digest(b"r" * 32), PeerId(b"m" * 32)
+HEADER = DeltaHeader(DELTA, 10, "int4", 0, 0, 7, 5, 0, 5, 1.0, bytes(64))
+PARAMS = 3
+
+
+class Kit:
+    """A contributor and a supervisor that write down what they are asked, and a desk between them."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.events: list[fact.Event] = []
+        self.evaluations: list[Evaluation] = []
+        self.next_sequence = 7
+        self.cursor = 0
+        self.fails: PeerError | None = None
+        telemetry = Telemetry("n", ME, RunId(bytes(32)), "r", role="node", pid=1, inner_steps=4)
+        self.telemetry = telemetry
+        spec: Any = type("Spec", (), {"model": type("Model", (), {"params": PARAMS})})
+        self.desk = TrainerDesk(
+            b"",
+            spec,
+            ME,
+            self,
+            State(0, 0, np.zeros(PARAMS, np.float32)),
+            telemetry,
+            put=self.events.append,  # type: ignore[arg-type]
+            on_evaluated=self.evaluations.append,
+            device="cpu",
+            micro_batch=0,
+        )
+        self.desk.attach(self)  # type: ignore[arg-type]
+
+    # DiskContributor
+    def settle(self, delta: Digest, how: Settled) -> None:
+        self.done.append(f"settle {how}")
+
+    def reset(self) -> None:
+        self.done.append("reset")
+
+    def view(self, params: Array) -> AnchorView:
+        self.done.append(f"view {params[0]:.0f}")
+        return AnchorView(params, 6, 0)
+
+    def finish_pass(self, delta: Array, done: frames.PassDone) -> DeltaHeader:
+        if self.fails is not None:
+            raise self.fails
+        self.done.append(f"durable {done.sequence}")
+        return HEADER
+
+    # Supervisor
+    async def adopt(self, version: int, clock: int, view: AnchorView, *, reset: bool = False) -> None:
+        self.done.append(f"adopt {version} {'reset' if reset else 'carry'}")
+
+    def allow(self, allowed: int, known_sequence: int, why: str) -> None:
+        self.done.append(f"allow {known_sequence}+{allowed}")
+
+    async def evaluate(self, version: int, params: Array) -> None:
+        self.done.append(f"evaluate {version}")
+
+    def pause(self) -> None:
+        self.done.append("pause")
+
+    def pass_lost(self) -> None:
+        self.done.append("pass lost")
+
+    async def carry_out(self) -> None:
+        """Let the desk work until nothing is ordered."""
+        orders = self.desk._orders
+        while orders:
+            await self.desk._carry_out(orders.popleft())
+
+
+@pytest.fixture
+def kit() -> Kit:
+    return Kit()
+
+
+def soon(value: float) -> Awaitable[Array]:
+    future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
+    future.set_result(np.full(PARAMS, value, np.float32))
+    return future
+
+
+async def test_deltas_are_settled_before_the_state_that_contains_them_is_adopted(kit: Kit) -> None:
+    kit.desk.settle(DELTA, Settled.LISTED)
+    kit.desk.adopt(1, 100, soon(1), reset=False)
+    kit.desk.allow(2, "")
+    await kit.carry_out()
+    assert kit.done == ["settle LISTED", "view 1", "adopt 1 carry", "allow 6+2"]
+
+
+async def test_only_the_newest_state_is_handed_over_but_every_delta_is_settled(kit: Kit) -> None:
+    kit.desk.adopt(1, 100, soon(1), reset=False)
+    kit.desk.settle(DELTA, Settled.LISTED)
+    kit.desk.adopt(2, 200, soon(2), reset=False)
+    await kit.carry_out()
+    assert kit.done == ["settle LISTED", "view 2", "adopt 2 carry"]
+
+
+async def test_a_reset_is_not_lost_with_an_adoption_that_was_overtaken(kit: Kit) -> None:
+    kit.desk.adopt(1, 100, soon(1), reset=True)
+    kit.desk.adopt(2, 200, soon(2), reset=False)
+    kit.desk.adopt(3, 300, soon(3), reset=False)
+    await kit.carry_out()
+    assert kit.done == ["reset", "view 3", "adopt 3 reset"]
+
+
+async def test_a_delta_refused_as_not_finite_resets_the_next_adoption(kit: Kit) -> None:
+    kit.desk.settle(DELTA, Settled.NOT_FINITE)
+    kit.desk.adopt(1, 100, soon(1), reset=False)
+    await kit.carry_out()
+    assert kit.done == ["settle NOT_FINITE", "reset", "view 1", "adopt 1 reset"]
+
+
+async def test_permission_counts_from_the_delta_that_the_rules_know(kit: Kit) -> None:
+    kit.desk.known(9)
+    kit.desk.allow(1, "")
+    kit.desk.known(10)
+    kit.desk.allow(0, "waiting")
+    await kit.carry_out()
+    assert kit.done == ["allow 9+1", "allow 10+0"]
+
+
+def passed(tmp_path: Path) -> frames.PassDone:
+    write_array(tmp_path / "delta", np.ones(PARAMS, np.float32))
+    return frames.PassDone(7, str(tmp_path / "delta"), 0, 5, 0, 5, 1.0)
+
+
+async def test_a_pass_is_durable_before_the_rules_hear_of_it(kit: Kit, tmp_path: Path) -> None:
+    await kit.desk.trainer_said(passed(tmp_path))
+    assert kit.done == ["durable 7"]
+    assert kit.events == [fact.PassFinished(HEADER)]
+
+
+async def test_a_pass_that_cannot_be_encoded_goes_back_to_the_swarm_s_state(kit: Kit, tmp_path: Path) -> None:
+    kit.fails = PeerError("NOT_FINITE")
+    await kit.desk.trainer_said(passed(tmp_path))
+    await kit.carry_out()
+    assert kit.events == [fact.TrainerNotFinite()]
+    assert kit.done == ["pass lost", "reset", "view 0", "adopt 0 reset"]
+
+
+async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await kit.carry_out()
+    assert kit.desk.evaluating
+    await kit.desk.trainer_said(frames.Evaluated(3, 9.0, 10))
+    await kit.desk.trainer_said(frames.Evaluated(4, 2.0, 10))
+    assert kit.evaluations == [Evaluation(4, ROOT, 2.0, 10)]
+    assert not kit.desk.evaluating
+
+
+async def test_a_trainer_that_ends_takes_its_evaluation_along_and_is_said(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await kit.desk.trainer_said(TrainerDown("exit status 1", 2.0, braked=False))
+    assert not kit.desk.evaluating
+    assert "exit status 1" in kit.telemetry.why
+
+
+async def test_when_the_run_is_over_the_trainer_rests_after_what_was_ordered(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    kit.desk.run_ended(4)
+    await kit.carry_out()
+    assert kit.done == ["evaluate 4", "pause"]
+    assert kit.desk.over.is_set()
+
+
+async def test_a_fresh_trainer_waits_for_the_data_and_starts_from_the_newest_state(kit: Kit) -> None:
+    beginning = asyncio.create_task(kit.desk.begin())
+    kit.desk.adopt(5, 500, soon(5), reset=False)
+    await kit.carry_out()
+    assert not beginning.done()
+    kit.desk.data_is_here([Path("a")], Path("e"))
+    begun = await asyncio.wait_for(beginning, 5)
+    assert (begun.version, begun.clock, begun.view.anchor[0]) == (5, 500, 5.0)
+    assert (begun.configure.shards, begun.configure.evaluation) == (("a",), "e")
