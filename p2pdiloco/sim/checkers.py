@@ -295,6 +295,14 @@ class Checkers:
         ):
             index = open_body(proposal.body).index
             raise Violation("an aggregator acks before it proposes", f"{machine.name} at {index}")
+        for certified in self.chain[: record.ack_index - 1][::-1]:
+            if isinstance(certified.body.content, Membership):
+                if proposal.term <= certified.term:
+                    raise Violation(
+                        "a new committee is led in a later term",
+                        f"{machine.name} at {record.ack_index} in term {proposal.term}",
+                    )
+                break
 
     def _has(self, machine: Machine, deltas: tuple[bytes, ...]) -> None:
         for raw in deltas:

@@ -51,6 +51,8 @@ class Machine:
         self.leaving = False  # was asked to leave
         self.gone = False  # left for good
         self.ended = False  # was told that the run is over
+        self.honest = True  # False: a liar, whose own disk and words need not agree
+        self.sent = 0  # messages, in all lives
         self.life = 0  # counts starts and stops; long work of an earlier life ends in nothing
         self.boot = 0
         self.clock_offset_s = 0.0

@@ -40,7 +40,9 @@ def save_entries(m: Machine, action: do.SaveEntries) -> None:
 def send(m: Machine, action: do.Send) -> None:
     world, message, peer = m.world, action.message, action.peer
     assert peer != m.id, f"{type(message).__name__} to itself"
-    world.checkers.sending(m, message)
+    m.sent += 1
+    if m.honest:
+        world.checkers.sending(m, message)
     target = world.machines.get(peer)
     if target is None:
         return

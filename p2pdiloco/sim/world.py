@@ -20,13 +20,13 @@ from p2pdiloco.sim.chance import Chance
 from p2pdiloco.sim.checkers import Checkers, Violation
 from p2pdiloco.sim.disk import Disk, StateFiles
 from p2pdiloco.sim.keys import signer_named, verify_fast
-from p2pdiloco.sim.machine import Machine
+from p2pdiloco.sim.machine import Change, Machine
 from p2pdiloco.sim.network import Network
 from p2pdiloco.sim.tiny_run import Timings, tiny_run
 from p2pdiloco.wire.signing import verify_ed25519
 
 ANNOUNCE_S = 2.0  # a local run's interval
-EVENTS_MAX = 400_000  # of one world: more means that something spins
+EVENTS_MAX = 200_000  # of one world: more means that something spins
 _TRACE_LINES = 400  # kept for the report of a violation
 
 
@@ -63,7 +63,8 @@ class World:
         self.machines: dict[PeerId, Machine] = {}
         self.tracker_up = True
         self._directory: dict[PeerId, bytes] = {}
-        self.forgets: frozenset[str] = frozenset()  # what new machines' disks forget to sync (planted bugs)
+        self._forgets: frozenset[str] = frozenset()
+        self._change: Change | None = None
         self.snapshots_fetched = 0
         self.events = 0
         self.trace: deque[str] = deque(maxlen=None if keep_trace else _TRACE_LINES)
@@ -78,9 +79,17 @@ class World:
         """A machine with an empty disk, not started yet."""
         genesis = StateFiles(0, 0, self.run.params, self.run.momentum, b"")
         signer = signer_named(name, real=self.real_keys)
-        machine = Machine(self, name, role, signer, Disk(genesis, self.forgets), speed=speed)
+        machine = Machine(self, name, role, signer, Disk(genesis, self._forgets), speed=speed)
+        machine.change = self._change
         self.machines[machine.id] = machine
         return machine
+
+    def plant(self, *, change: Change | None = None, forgets: frozenset[str] = frozenset()) -> None:
+        """A bug in every driver: a hand in its actions, or writes that its disk forgets to sync."""
+        self._change, self._forgets = change, forgets
+        for machine in self.machines.values():
+            machine.change = change
+            machine.disk.forgets = forgets
 
     def nodes(self) -> list[Machine]:
         return [m for m in self.machines.values() if m.role == "node"]
