@@ -116,13 +116,6 @@ class Disk:
         if not self.full and self.state.index <= self.durable_index:
             self._state_synced = self.state
 
-    def sync(self) -> None:
-        """What a disk does by itself in time, forgotten writes included."""
-        if not self.full:
-            self._record_synced = self.record
-            self._entries_synced = len(self.entries)
-            self._state_synced = self.state
-
     @property
     def durable_record(self) -> VoterRecord | None:
         return self._record_synced
