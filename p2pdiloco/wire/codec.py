@@ -44,7 +44,7 @@ def decode(data: bytes, kind: type[T], *, bytes_max: int = limits.message_bytes_
             max_ext_len=0,
         )
         check_plain(plain, 0)
-        # bytes as they are: otherwise text would pass for bytes as base64, a second encoding of the same value
+        # bytes as they are: otherwise text would pass for bytes as base64, a second encoding of one value
         return msgspec.convert(plain, kind, strict=True, builtin_types=(bytes,))
     except (ValueError, TypeError, msgspec.ValidationError, RecursionError, msgpack.UnpackException) as error:
         raise PeerError("MALFORMED", str(error)[:200]) from None

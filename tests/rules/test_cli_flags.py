@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cyclopts import App
+
 from p2pdiloco_node.cli import app
 
 COMMAND = re.compile(r"p2pdiloco((?: +[^\s`|\\]+)+)")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from p2pdiloco_node.cli import app
 
 INSTRUCTIONS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import aiohttp
@@ -92,7 +91,7 @@ async def test_the_next_host_is_tried(ends: Any) -> None:
     [
         (b"", 400, "MALFORMED"),
         (b"x", 400, "MALFORMED"),
-        (os.urandom(500), 400, "MALFORMED"),
+        (bytes(range(250)) * 2, 400, "MALFORMED"),
         (sealed()[: len(sealed()) // 2], 400, "MALFORMED"),
         (b"\x91" * 5000 + bytes(64), 400, "MALFORMED"),  # nesting
         (b"\xdd\xff\xff\xff\xff" + bytes(64), 400, "MALFORMED"),  # four billion items
