@@ -38,6 +38,7 @@ class Delivery:
         self._ctx = ctx
         self._own: dict[Digest, _Own] = {Digest(h.delta): _Own(h) for h in in_flight}
         self.last_outcome: Outcome | None = None
+        self.paused = False  # by the owner, in the state that is installed
 
     @property
     def in_flight(self) -> tuple[DeltaHeader, ...]:
@@ -50,6 +51,7 @@ class Delivery:
             own.held.clear()
             own.noted.clear()
             own.uploading.clear()
+            own.refused.clear()
 
     def offer(self, committee: Committee, *, held_here: Iterable[bytes]) -> None:
         """Say each header to every voter that has not answered; upload where it is noted."""
@@ -97,9 +99,9 @@ class Delivery:
             self._upload(delta, own, committee)
         elif m.outcome in _FINAL:
             own.refused[voter] = m.outcome
-            same = [o for v, o in own.refused.items() if v in committee.members]
+            same = [v for v, o in own.refused.items() if v in committee.members and o is m.outcome]
             if len(same) >= committee.quorum:
-                bad = Outcome.NOT_FINITE in same
+                bad = m.outcome is Outcome.NOT_FINITE
                 self._settle(delta, Settled.NOT_FINITE if bad else Settled.REFUSED)
                 self._ctx.say(
                     "refused", f"a majority of voters refused a delta: {m.outcome} {m.detail}".strip()
@@ -156,6 +158,9 @@ class Delivery:
 
     def allow(self) -> None:
         """Tell the trainer how many more deltas it may finish."""
+        if self.paused:
+            self._ctx.emit(AllowPasses(0, "the owner paused the run"))
+            return
         allowed = max(0, limits.in_flight_max - len(self._own))
         why = "" if allowed else f"waiting for the swarm: {len(self._own)} deltas are not settled yet"
         self._ctx.emit(AllowPasses(allowed, why))

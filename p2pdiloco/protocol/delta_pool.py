@@ -14,6 +14,9 @@ from p2pdiloco.rules.state import RulesState, last_sequence
 from p2pdiloco.wire.log import Committee, OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Outcome
 
+# Deltas known at once: what 1024 senders may have unlisted, and as much again that is listed and kept. Gossip
+# of headerless ones takes half of it at most.
+_KNOWN_MAX = 2 * limits.held_deltas_per_peer_max * limits.peers_max
 _ROOM_BYTES = 64 * limits.KIB  # header and scales beside the raw size: a cap, not the exact size
 
 
@@ -90,6 +93,8 @@ class DeltaPool:
         if len(of_sender) >= limits.held_deltas_per_peer_max:
             return Outcome.RATE_LIMITED
         if known is None:
+            if len(self._known) >= _KNOWN_MAX:
+                return Outcome.RATE_LIMITED  # keys cost nothing, so the bound for each is not enough
             known = self._known[delta] = _Known(header, sender, key, self._ctx.now)
         else:  # fetched for the log before its header came
             known.header, known.sender, known.key = header, sender, key
@@ -124,7 +129,7 @@ class DeltaPool:
             known = self._known.get(Digest(raw))
             if known is not None:
                 known.have.add(voter)
-            elif len(self._known) < 4 * limits.held_deltas_per_peer_max * limits.peers_max:
+            elif len(self._known) < _KNOWN_MAX // 2:
                 fresh = self._known[Digest(raw)] = _Known(None, None, b"", self._ctx.now)
                 fresh.have.add(voter)
 
@@ -198,7 +203,7 @@ class DeltaPool:
             self._known[Digest(header.delta)] = _Known(header, self._ctx.me, key, self._ctx.now)
 
     def contains(self, step: OuterStep) -> None:
-        """The state here contains `step`: its deltas are kept for those who follow, until they are covered."""
+        """The state here contains `step`: its deltas are kept for those who follow, until covered."""
         for c in step.contributions:
             known = self._known.get(Digest(c.delta))
             if known is not None:

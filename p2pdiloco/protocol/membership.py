@@ -63,8 +63,11 @@ class Membership:
         return fresh
 
     def said_goodbye(self, peer: PeerId) -> None:
+        """Of strangers nothing is remembered: keys cost nothing."""
         if peer in self._peers:
             self._peers[peer].willing = False
+        elif peer != self._ctx.me:
+            return
         self._leaving.add(peer)
 
     def boot_seen(self, peer: PeerId) -> int:

@@ -210,6 +210,11 @@ class Node:
         self._membership.started()
         self._aggregation.started()
         self._election.arm()
+        for index in range(1, self._applied.index + 1):
+            # The process may have ended between an entry's installation and what it settles.
+            content = self._log.content(index)
+            if isinstance(content, OuterStep):
+                self._delivery.settle_by(content)
         for header in self._delivery.in_flight:
             self._pool.note_own(header, self._ctx.identity.signer.public_key)
             self._pool.check_own(header)
@@ -255,7 +260,7 @@ class Node:
         return bool(added)
 
     def _apply(self) -> None:
-        far = self._log.index - self._applied.index > limits.catch_up_versions_max
+        far = self._sync.is_far(self._log.index - self._applied.index)
         if far or self._applied.diverged or self._sync.fetching:
             donors = [p for p in self._log.committee.members if p != self._ctx.me]
             if self._sync.tick(donors, needed=far or self._applied.diverged):
@@ -373,8 +378,9 @@ class Node:
             self._aggregation.is_back(sender)
             self._delivery.reborn(sender)
             self._ctx.send(sender, self._heartbeat(sender))  # tells it the boot counter seen
-        self._ballot.told_boot(sender, m.boot_seen)
         if sender in members:
+            # Only voters are believed: a stranger could silence anybody's vote with one lie.
+            self._ballot.told_boot(sender, m.boot_seen)
             self._pool.heard_have(sender, m.have)
             if m.leads:
                 self._election.heard_aggregator(sender, m.term)
@@ -405,7 +411,10 @@ class Node:
         if event.outcome is not msg.Outcome.HELD:
             known = self._pool.forget(event.delta)
             if known is not None and known.sender is not None:
-                self._ctx.send(known.sender, msg.DeltaReceipt(event.delta, event.outcome, "", 0.0))
+                receipt = msg.DeltaReceipt(event.delta, event.outcome, "", 0.0)
+                self._ctx.send(known.sender, receipt)
+                if known.sender == self._ctx.me:  # a voter's judgement of its own delta counts as well
+                    self._delivery.on_receipt(self._ctx.me, receipt, self._log.committee)
                 self._ctx.say("refused", f"a delta of {known.sender.hex()[:8]} was refused: {event.outcome}")
             return
         known = self._pool.arrived(event.delta, event.norm)

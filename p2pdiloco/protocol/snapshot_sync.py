@@ -31,6 +31,7 @@ class SnapshotSync:
         self._fetching: tuple[SnapshotOffer, RulesState] | None = None
         self._offers: dict[int, tuple[SnapshotOffer, RulesState, set[PeerId]]] = {}
         self._failed: set[int] = set()
+        self._jumped = False  # over one snapshot, and not current since
 
     @property
     def fetching(self) -> bool:
@@ -52,6 +53,17 @@ class SnapshotSync:
     def on_wanted(self, peer: PeerId) -> None:
         if self._own:
             self._ctx.send(peer, self._own[-1])
+
+    def is_far(self, behind: int) -> bool:
+        """Whether `behind` entries are better jumped over than applied.
+
+        Who has a snapshot goes on from it, however long that took: a joiner on a slow link would otherwise
+        chase the newest one for ever (scenario L1). Beyond what donors keep the entries' deltas are gone.
+        """
+        if behind == 0:
+            self._jumped = False
+        kept = limits.snapshots_kept * limits.snapshot_every_versions
+        return behind > (kept if self._jumped else limits.catch_up_versions_max)
 
     def tick(self, peers: list[PeerId], *, needed: bool) -> bool:
         """Ask, choose, fetch. True while the log should wait for a snapshot instead of being applied."""
@@ -87,7 +99,9 @@ class SnapshotSync:
 
     def on_offer(self, peer: PeerId, offer: SnapshotOffer) -> None:
         """Raises: PeerError BAD_SNAPSHOT if it does not hash to what was certified."""
-        if self._asked_at is None or not self._applied.index < offer.index <= self._log.index:
+        # A damaged state is replaced by an older one too: without it there may be no newer one ever.
+        useful = self._applied.diverged or offer.index > self._applied.index
+        if self._asked_at is None or not useful or not 0 < offer.index <= self._log.index:
             return
         known = self._offers.get(offer.index)
         if known is not None and known[0] == offer:
@@ -109,6 +123,7 @@ class SnapshotSync:
         offer, rules = self._fetching
         self._fetching = None
         self._asked_at = None
+        self._jumped = True
         params = merkle_root([Digest(c) for c in offer.params])
         momentum = merkle_root([Digest(c) for c in offer.momentum])
         self._applied.snapshot_installed(index, rules, params, momentum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from p2pdiloco.protocol.actions import AdoptState, AllowPasses, EvaluateState
+from p2pdiloco.protocol.actions import AdoptState, EvaluateState
 from p2pdiloco.protocol.applied import Applied
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.delivery import Delivery
@@ -39,6 +39,7 @@ class Trainee:
 
     def started(self) -> None:
         if self._trains:
+            self._delivery.paused = self._applied.rules.paused
             self._delivery.allow()
 
     def met_another(self) -> None:
@@ -62,6 +63,7 @@ class Trainee:
             self._ctx.say(
                 "absence", f"away since version {self._stands_on}: starting afresh from {rules.version}"
             )
+        self._delivery.paused = rules.paused
         self._adopted = self._stands_on = rules.version
         self._ctx.emit(AdoptState(rules.version, rules.clock, reset))
         self._delivery.allow()
@@ -70,14 +72,14 @@ class Trainee:
 
     def installed(self, content: Content) -> None:
         """Evaluation at the RunSpec's cadence and at the end, by the node that the version chooses."""
-        if not self._trains or not self._applied.current:
+        if not self._trains:
             return
         rules = self._applied.rules
-        if isinstance(content, OwnerEntry):
-            if content.word.kind == "pause":
-                self._ctx.emit(AllowPasses(0, "the owner paused the run"))
-            elif content.word.kind == "resume":
-                self._delivery.allow()
+        if isinstance(content, OwnerEntry) and rules.paused != self._delivery.paused:
+            self._delivery.paused = rules.paused
+            self._delivery.allow()
+        if not self._applied.current:
+            return
         cadence = isinstance(content, OuterStep) and rules.version % self._ctx.spec.eval_every == 0
         if cadence or rules.finished:
             trainers = sorted(latest_tokens(rules))
