@@ -41,6 +41,7 @@ from p2pdiloco.wire.log import (
     OuterStep,
     OwnerWord,
     body_digest,
+    open_body,
     state_root,
 )
 from p2pdiloco.wire.signing import Ed25519Signer, ack_statement, delta_statement, proposal_statement
@@ -319,3 +320,7 @@ def said(actions: Sequence[Action]) -> list[str]:
 
 def installed(actions: Sequence[Action]) -> list[int]:
     return [a.index for a in take(actions, InstallEntry)]
+
+
+def open_proposal(proposal: msg.Proposal) -> Content:
+    return open_body(proposal.body).content

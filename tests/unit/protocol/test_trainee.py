@@ -1,0 +1,162 @@
+"""What the trainer is told: adopt, how many passes, evaluate (algorithm.md 3, 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from p2pdiloco.protocol.actions import Action, AdoptState, AllowPasses, EvaluateState, SettleDelta
+from p2pdiloco.protocol.context import Restored
+from p2pdiloco.protocol.trainee import Trainee
+from p2pdiloco.rules.state import after_owner
+from p2pdiloco.wire.codec import encode
+from p2pdiloco.wire.log import OwnerEntry
+
+from .builders import NO_DIGEST, NODES, WITNESS, Chain, Parts, header, make_run, owner_word, roots, said, take
+
+A, B, C = NODES[:3]
+RUN = make_run(A, B, eval_every=4)
+
+
+def at(
+    version: int, adopted: int, *, who: Any = A, senders: Any = (A,), **restored: Any
+) -> tuple[Parts, Trainee]:
+    """A node whose state is `version`, its trainer's work standing on `adopted`."""
+    chain = Chain(RUN)
+    for v in range(version):
+        chain.steps(1, senders[v % len(senders)])
+    p = Parts(
+        RUN, who,
+        Restored(
+            entries=tuple(chain.entries), state_index=version, rules=encode(chain.state) if version else b"",
+            params_root=roots(version)[0], momentum_root=roots(version)[1], **restored,
+        ),
+    )  # fmt: skip
+    return p, Trainee(p.ctx, p.log, p.applied, p.delivery, adopted)
+
+
+def adopt(p: Parts, t: Trainee) -> list[Action]:
+    t.adopt_if_current()
+    return p.drain()
+
+
+def test_each_newer_state_is_adopted_once() -> None:
+    p, t = at(3, 2)
+    t.started()
+    assert take(p.drain(), AllowPasses) == [AllowPasses(2, "")]
+    assert take(adopt(p, t), AdoptState) == [AdoptState(3, p.applied.rules.clock, False)]
+    assert adopt(p, t) == []
+
+
+def test_nothing_is_adopted_while_certified_entries_wait() -> None:
+    p, t = at(3, 2)
+    p.applied.index = 2
+    assert adopt(p, t) == []
+    p.applied.index = 3
+    p.applied.diverged = True
+    assert adopt(p, t) == []
+
+
+def test_a_witness_trains_nothing() -> None:
+    p, t = at(3, 0, who=WITNESS)
+    t.started()
+    t.installed(p.log.content(3))
+    assert adopt(p, t) == []
+    assert p.drain() == []
+
+
+def test_absence_beyond_staleness_max_starts_afresh() -> None:
+    """In flight and progress are discarded, moments warmed up; nothing is settled one by one."""
+    own = header(RUN, A, 1)
+    rounds = RUN.spec.outer.staleness_max
+    # One sender: each entry is a full round, the first one included.
+    p, t = at(rounds + 1, 0, senders=(C,), in_flight=(own,))
+    assert not take(adopt(p, t), AdoptState)[0].reset  # k = 16 exactly
+    p, t = at(rounds + 2, 0, senders=(C,), in_flight=(own,))
+    actions = adopt(p, t)
+    assert take(actions, AdoptState) == [AdoptState(rounds + 2, p.applied.rules.clock, True)]
+    assert p.delivery.in_flight == ()
+    assert take(actions, SettleDelta) == []
+    assert take(actions, AllowPasses)[-1].allowed == 2
+    assert said(actions) == ["absence"]
+
+
+def test_a_short_absence_carries_the_work_over() -> None:
+    p, t = at(10, 7)
+    assert take(adopt(p, t), AdoptState) == [AdoptState(10, p.applied.rules.clock, False)]
+
+
+def test_after_a_snapshot_the_state_is_given_again() -> None:
+    p, t = at(3, 3)
+    adopt(p, t)
+    t.jumped()
+    assert len(take(adopt(p, t), AdoptState)) == 1
+
+
+# Evaluation
+
+
+def evaluators(version: int, senders: Any) -> list[Any]:
+    """Who of all nodes evaluates that version."""
+    chosen = []
+    for who in NODES[:4]:
+        p, t = at(version, version, who=who, senders=senders)
+        t.installed(p.log.content(version))
+        orders = take(p.drain(), EvaluateState)
+        assert all(o == EvaluateState(version, version, p.applied.root) for o in orders)
+        chosen += [who] * len(orders)
+    return chosen
+
+
+def test_exactly_one_contributor_evaluates_at_the_cadence_and_they_take_turns() -> None:
+    chosen = [evaluators(v, (A, B, C)) for v in (4, 8, 12)]
+    assert [len(c) for c in chosen] == [1, 1, 1]
+    assert len({c[0].peer_id for c in chosen}) == 3
+    assert evaluators(5, (A, B, C)) == []
+
+
+def test_version_0_is_evaluated_by_who_comes_first() -> None:
+    p, t = at(0, 0)
+    assert take(adopt(p, t), EvaluateState) == [EvaluateState(0, 0, p.applied.root)]
+    p, t = at(0, 0)
+    t.met_another()
+    assert take(adopt(p, t), EvaluateState) == []
+
+
+def test_the_last_state_is_evaluated_once() -> None:
+    p, t = at(5, 5)
+    word = owner_word(RUN, "finish")
+    p.applied.rules = after_owner(p.applied.rules, word)
+    t.installed(OwnerEntry(word, NO_DIGEST))
+    t.installed(OwnerEntry(word, NO_DIGEST))
+    assert [e.version for e in take(p.drain(), EvaluateState)] == [5]
+
+
+# The owner's pause
+
+
+def owner_says(p: Parts, t: Trainee, kind: str) -> list[AllowPasses]:
+    word = owner_word(RUN, kind)
+    p.applied.rules = after_owner(p.applied.rules, word)
+    t.installed(OwnerEntry(word, NO_DIGEST))
+    return take(p.drain(), AllowPasses)
+
+
+def test_pause_and_resume() -> None:
+    p, t = at(3, 3)
+    adopt(p, t)
+    (order,) = owner_says(p, t, "pause")
+    assert (order.allowed, "paused" in order.why) == (0, True)
+    p.delivery.allow()  # whatever else happens
+    assert take(p.drain(), AllowPasses)[0].allowed == 0
+    assert owner_says(p, t, "resume") == [AllowPasses(2, "")]
+
+
+def test_a_pause_is_seen_while_catching_up_and_holds_over_a_restart() -> None:
+    p, t = at(3, 3)
+    p.applied.index = 2  # more entries are certified than applied
+    (order,) = owner_says(p, t, "pause")
+    assert order.allowed == 0
+    again = Trainee(p.ctx, p.log, p.applied, p.delivery, 3)
+    p.delivery.paused = False  # a new life
+    again.started()
+    assert take(p.drain(), AllowPasses)[0].allowed == 0
