@@ -292,3 +292,22 @@ def test_fresh_state_roots_are_left_to_the_proposals() -> None:
     step = leader.proposed()
     assert isinstance(step, OuterStep)
     assert step.state_root != NO_DIGEST
+
+
+def test_when_every_delta_is_too_late_there_is_no_outer_step() -> None:
+    """D6: never 0/0."""
+    leader = Leader()
+    leader.hold(B, C)
+    far = RUN.spec.outer.staleness_max + 1
+    clocks = tuple(64 * v for v in range(far + 1))
+    rules = msgspec.structs.replace(
+        leader.p.applied.rules,
+        version=far,
+        clock=64 * far + 1,
+        t_full=64,
+        clocks=(*clocks[:-1], 64 * far + 1),
+    )
+    leader.p.applied.rules = rules
+    assert len(leader.p.pool.ready(rules, leader.p.log.committee)) == 2
+    assert leader.proposed(at=100.0) is None
+    assert leader.agg.reason == "no delta yet"
