@@ -47,6 +47,7 @@ SPEC_FILE = "spec.bin"
 LINK_FILE = "join"  # the link of the first start: pinned on first use
 CATCH_UP_POLL_S = 0.2
 ALONE_S = 10.0  # nobody was heard for so long after the start: train with what is here
+TRAINER_NICE = 5  # on a busy machine heartbeats and acks go before inner steps
 REPORT_S = 1.0  # between two reports to the page in a local run; else as often as announces
 EVALUATION_S_MAX = 60.0  # a last evaluation may take so long after the run is over
 EVALUATION_SAID_TIMES = 5  # a report may come before its version is certified at the tracker
@@ -280,7 +281,8 @@ class Daemon:
         await participant.open_state()
         await self._make_desk()
         await participant.begin(desk=self.desk, in_flight=tuple(self._contributor.in_flight()))
-        assert participant.driver is not None, "begun"
+        assert participant.node is not None, "begun"
+        over = participant.node.state.finished
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(work)
@@ -293,7 +295,7 @@ class Daemon:
                     self._leave_when_over(),
                 )
             ]
-            self._training = group.create_task(self._train())
+            self._training = group.create_task(self._train(over=over))
             await participant.live()
             for task in (*tasks, self._training):
                 task.cancel()
@@ -367,12 +369,13 @@ class Daemon:
             begin=self.desk.begin,
             on_event=self.desk.trainer_said,
             threads=self.config.threads,
+            nice=TRAINER_NICE,
         )
         self.desk.attach(self._supervisor)
 
-    async def _train(self) -> None:
-        assert self.participant.node is not None, "begun"
-        if not self.participant.node.state.finished:
+    async def _train(self, *, over: bool) -> None:
+        """`over`: the run was over before this life; there is nothing to train or evaluate."""
+        if not over:
             await self._supervisor.run()
 
     def _put(self, event: fact.Event) -> None:
@@ -402,7 +405,8 @@ class Daemon:
         while True:
             traffic = self.participant.client.traffic
             version = self.participant.brain_view().version
-            report = self.telemetry.report(version, bytes_up=traffic.up, bytes_down=traffic.down)
+            down = traffic.down - self.participant.setup_bytes  # the page compares training traffic
+            report = self.telemetry.report(version, bytes_up=traffic.up, bytes_down=max(0, down))
             await self.participant.client.send(self._witness, report)
             await asyncio.sleep(REPORT_S if local else limits.announce_interval_s)
 

@@ -25,8 +25,9 @@ from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import demo_chaos
+from p2pdiloco_node.daemon import TRAINER_NICE
 from p2pdiloco_node.demo_summary import Fault, NodeFacts, Summary, facts_of_log, in_words, summarise
-from p2pdiloco_node.demo_swarm import POLL_S, Daemon, Swarm
+from p2pdiloco_node.demo_swarm import POLL_S, Daemon, Swarm, training_bytes
 from p2pdiloco_node.demo_view import View, make_view
 from p2pdiloco_node.run_new import SPEC_FILE, Draft, create_run
 from p2pdiloco_node.training.timing import time_inner_steps
@@ -130,7 +131,9 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
 
     async def tune(draft: Draft) -> RunSpec:
         view.say(f"Timing an inner step with {options.nodes} trainers at once ...")
-        step_s = await time_inner_steps(draft.spec, draft.params, draft.shards, trainers=options.nodes)
+        step_s = await time_inner_steps(
+            draft.spec, draft.params, draft.shards, trainers=options.nodes, nice=TRAINER_NICE
+        )
         steps = options.inner_steps or max(1, round(PASS_S_WANTED / step_s))
         pass_s = max(steps * step_s, 0.1)
         view.say(f"An inner step takes {step_s:.3f} s: H = {steps} inner steps, a pass is {pass_s:.1f} s.")
@@ -235,7 +238,7 @@ def _node_facts(node: Daemon) -> NodeFacts:
     return NodeFacts(
         name=node.name,
         state_digest=status.state_digest if status is not None else "",
-        bytes_total=node.bytes_before + (status.bytes_up + status.bytes_down if status is not None else 0),
+        bytes_total=node.bytes_before + (training_bytes(status) if status is not None else 0),
         refused=refused,
         longest_gap_s=node.gap_s,
     )

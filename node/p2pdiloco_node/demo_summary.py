@@ -48,7 +48,8 @@ class Summary(msgspec.Struct, frozen=True):
     voters: int  # seats of the last committee
     deltas: Deltas
     staleness: dict[str, int]  # deltas by rounds late, rounded
-    bytes_per_node_per_token: float | None  # sent and received by a node, per token that it trained on
+    # Sent and received by a node per token that it trained on; the run's data, fetched once, is not counted.
+    bytes_per_node_per_token: float | None
     times_less_than_bf16_data_parallel: float | None
     tokens_per_s: float
     faults: list[Fault]
@@ -75,7 +76,7 @@ class NodeFacts(NamedTuple):
 
     name: str
     state_digest: str
-    bytes_total: int  # sent and received, over all lives
+    bytes_total: int  # sent and received for training, over all lives
     refused: Mapping[str, int]
     longest_gap_s: float
 

@@ -42,7 +42,7 @@ class Daemon:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     status: NodeStatus | None = None  # of the current life
-    bytes_before: int = 0  # sent and received in earlier lives
+    bytes_before: int = 0  # sent and received for training in earlier lives
     refused_before: dict[str, int] = field(default_factory=dict)
     hit: list[tuple[float, float]] = field(default_factory=list)  # monotonic: from the fault until well again
     gap_s: float = 0.0  # longest pause between inner steps while not hit
@@ -89,7 +89,7 @@ class Daemon:
     def end_life(self) -> None:
         """Keep what the sums need of a life that is over."""
         if self.status is not None:
-            self.bytes_before += self.status.bytes_up + self.status.bytes_down
+            self.bytes_before += training_bytes(self.status)
             for reason, n in self.status.refused.items():
                 self.refused_before[reason] = self.refused_before.get(reason, 0) + n
         self.status = None
@@ -110,6 +110,11 @@ class Daemon:
             return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-lines:])
         except OSError:
             return "(nothing)"
+
+
+def training_bytes(status: NodeStatus) -> int:
+    """Sent and received for training: without the run's data and version 0, fetched once at the start."""
+    return status.bytes_up + status.bytes_down - status.bytes_setup
 
 
 class Swarm:

@@ -82,6 +82,7 @@ class Participant:
         self.driver: Driver | None = None
         self.server: Server | None = None
         self._head: bytes | None = None
+        self.setup_bytes = 0  # fetched in this life before training: shards and version 0
         self._peer_heads: dict[PeerId, int] = {}
         # What a tracker adds: True if the message was for it alone.
         self.takes_message: Callable[[Opened, bytes, str], bool] = lambda _opened, _sealed, _address: False
@@ -189,6 +190,7 @@ class Participant:
                 try:
                     async with slots:
                         await self.client.fetch(digest, ref.size, self.donors(), purpose)
+                    self.setup_bytes += self.blobs.size(digest) or 0
                 except (TransportError, PeerError) as error:
                     if not said:
                         self.telemetry.say("fetch", f"Waiting for the run's data: {error}")
@@ -388,7 +390,11 @@ class Participant:
         traffic = self.client.traffic
         lag_s = self.driver.lag_s_max if self.driver is not None else 0.0
         status = self.telemetry.status(
-            self.brain_view(), bytes_up=traffic.up, bytes_down=traffic.down, lag_s_max=lag_s
+            self.brain_view(),
+            bytes_up=traffic.up,
+            bytes_down=traffic.down,
+            bytes_setup=self.setup_bytes,
+            lag_s_max=lag_s,
         )
         return web.Response(body=to_json(status), content_type="application/json")
 

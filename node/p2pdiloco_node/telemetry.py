@@ -68,6 +68,7 @@ class NodeStatus(NodeView, frozen=True, kw_only=True):
     tracker_silent_s: float | None  # None: it answers
     gaps: tuple[Gap, ...]
     loop_lag_s_max: float
+    bytes_setup: int  # of bytes_down: the run's data and version 0, fetched once
     evaluating: bool
     said: tuple[Said, ...]
 
@@ -219,7 +220,9 @@ class Telemetry:
 
     # Answers.
 
-    def status(self, brain: BrainView, *, bytes_up: int, bytes_down: int, lag_s_max: float) -> NodeStatus:
+    def status(
+        self, brain: BrainView, *, bytes_up: int, bytes_down: int, bytes_setup: int, lag_s_max: float
+    ) -> NodeStatus:
         state = "over" if self.over else self.state
         silent_s = None if self._tracker_lost_at is None else self._clock() - self._tracker_lost_at
         return NodeStatus(
@@ -239,7 +242,8 @@ class Telemetry:
             listed=dict(self._listed), deltas_sent=self._sent, deltas_listed=self._own_listed,
             refused=dict(Counter(str(outcome) for outcome in self._refused.values())),
             tracker_url=self.tracker_url, tracker_silent_s=silent_s, gaps=tuple(self._gaps),
-            loop_lag_s_max=lag_s_max, evaluating=self.evaluating, said=tuple(self._said),
+            loop_lag_s_max=lag_s_max, bytes_setup=bytes_setup, evaluating=self.evaluating,
+            said=tuple(self._said),
         )  # fmt: skip
 
     def report(self, version: int, *, bytes_up: int, bytes_down: int) -> NodeReport:

@@ -25,7 +25,7 @@ def status_with(*gaps: tuple[float, float], refused: dict[str, int] | None = Non
         peers=0,
         root=Digest(bytes(32)),
     )
-    status = telemetry.status(brain, bytes_up=10, bytes_down=5, lag_s_max=0.0)
+    status = telemetry.status(brain, bytes_up=10, bytes_down=5, bytes_setup=3, lag_s_max=0.0)
     listed = tuple(Gap(at_monotonic_s=at, seconds=s) for at, s in gaps)
     return msgspec.structs.replace(status, gaps=listed, refused=refused or {})
 
@@ -45,4 +45,4 @@ def test_sums_go_on_over_a_killed_life() -> None:
     node.end_life()
     node.learnt(status_with(refused={"RUN_OVER": 2}))
     node.end_life()
-    assert (node.bytes_before, node.refused_before, node.status) == (30, {"RUN_OVER": 3}, None)
+    assert (node.bytes_before, node.refused_before, node.status) == (24, {"RUN_OVER": 3}, None)

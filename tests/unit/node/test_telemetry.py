@@ -45,7 +45,7 @@ def telemetry(clock: Clock) -> Telemetry:
 
 
 def status(telemetry: Telemetry) -> NodeStatus:
-    return telemetry.status(BRAIN, bytes_up=1, bytes_down=2, lag_s_max=0.1)
+    return telemetry.status(BRAIN, bytes_up=1, bytes_down=2, bytes_setup=0, lag_s_max=0.1)
 
 
 def test_it_says_since_when_the_tracker_is_away(telemetry: Telemetry, clock: Clock) -> None:
