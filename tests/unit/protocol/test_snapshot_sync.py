@@ -1,4 +1,4 @@
-"""Joining far behind, or with a damaged state (protocol.md 7; scenarios L1, L4, L6)."""
+"""Joining far behind, or with a damaged state (protocol.md 7; scenarios L1, L4)."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_snapshot_becomes_the_state_and_is_served(world: World) -> None:
 
 @pytest.mark.parametrize("what", ["params", "momentum", "rules", "index"])
 def test_an_offer_that_is_not_the_certified_state_is_refused(world: World, what: str) -> None:
-    """L4, L6: before a byte of it is fetched."""
+    """L4: before a byte of it is fetched."""
     changes: dict[str, Any] = {
         "params": (digest_of(b"x"),),
         "momentum": (digest_of(b"x"),),
