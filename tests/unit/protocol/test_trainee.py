@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from p2pdiloco.ids import NO_DIGEST
 from p2pdiloco.protocol.actions import Action, AdoptState, AllowPasses, EvaluateState, SettleDelta
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.protocol.trainee import Trainee
@@ -11,7 +12,7 @@ from p2pdiloco.rules.state import after_owner
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import OwnerEntry
 
-from .builders import NO_DIGEST, NODES, WITNESS, Chain, Parts, header, make_run, owner_word, roots, said, take
+from .builders import NODES, WITNESS, Chain, Parts, header, make_run, owner_word, roots, said, take
 
 A, B, C = NODES[:3]
 RUN = make_run(A, B, eval_every=4)
