@@ -19,6 +19,8 @@ from p2pdiloco.sim.machine import Machine
 from p2pdiloco.sim.tiny_run import Timings
 from p2pdiloco.sim.world import World
 
+SHORT_PASSES = 0.15  # share of seeds
+MANY = 7  # nodes from which a swarm lives for a shorter time
 LEDGER_ROUNDS = 8  # deadlines after which what a majority held must be settled
 HEALED_ENTRIES = 3  # certified entries after which a healed swarm counts as going on
 
@@ -60,7 +62,11 @@ def run_seed(
         real_keys=real_keys,
         size_max=(1, 3, 3, 3, 5)[int(pick[2] * 5)],
         rotation=(1, 2, 3, 8)[int(pick[3] * 4)],
-        timings=Timings(voter_standing_s=(2.0, 4.0)[int(pick[4] * 2)]),
+        # Short passes in some: enough versions for snapshots, and for falling far behind.
+        timings=Timings(
+            pass_s=1.2 if pick[6] < SHORT_PASSES and nodes < MANY else 4.0,
+            voter_standing_s=(2.0, 4.0)[int(pick[4] * 2)],
+        ),
         codec=("fp16", "int4")[int(pick[5] * 2)],
         keep_trace=keep_trace,
     )
@@ -100,7 +106,7 @@ class _Life:
         for i in range(self.count):
             world.add(f"n{i + 1}", speed=chance.choice((1.0, 1.0, 0.8, 0.5, 0.25)))
         # A big swarm lives for a shorter time, so that all seeds cost about the same.
-        fault_s = chance.uniform(40.0, 90.0) if self.count < 7 else 30.0
+        fault_s = chance.uniform(40.0, 90.0) if self.count < MANY else 30.0
         faults = Faults(world, draw_rates(chance))
         faults.start()
         world.witness.start()

@@ -17,6 +17,13 @@ Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Share = Annotated[float, Meta(ge=0)]
 
 
+@lru_cache(maxsize=256)
+def _members(witness: bytes, voters: tuple[bytes, ...]) -> tuple[PeerId, ...]:
+    """Asked for at every event of every node: remembered."""
+    seat = () if witness == NO_DIGEST else (PeerId(witness),)
+    return seat + tuple(PeerId(v) for v in voters)
+
+
 class Committee(Struct, frozen=True):
     """Who may certify the next entry. `voters`: training voters in order of admission.
 
@@ -28,8 +35,7 @@ class Committee(Struct, frozen=True):
 
     @property
     def members(self) -> tuple[PeerId, ...]:
-        seat = () if self.witness == NO_DIGEST else (PeerId(self.witness),)
-        return seat + tuple(PeerId(v) for v in self.voters)
+        return _members(self.witness, self.voters)
 
     @property
     def size(self) -> int:
