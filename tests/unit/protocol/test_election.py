@@ -159,10 +159,14 @@ def test_the_ack_of_the_highest_term_is_proposed_again() -> None:
     assert (parts.election.leading, parts.election.again) == (8, new)
 
 
-def test_the_own_ack_is_proposed_again_even_if_no_vote_shows_one() -> None:
+@pytest.mark.parametrize("voted", [True, False])
+def test_the_own_ack_is_proposed_again_even_if_no_vote_shows_one(*, voted: bool) -> None:
+    """Also where the others are a majority without a vote of its own."""
     parts = Parts(RUN, A)
     body = some_body(parts)
     parts.ballot.promise(last_ack(parts.log, B, body, 3), 1, DIGEST)
+    if not voted:
+        parts.ballot.raise_term(4)
     parts.lead(4)
     assert parts.election.again == body
 
