@@ -291,6 +291,22 @@ def test_a_membership_entry_ends_leadership_votes_and_term() -> None:
     assert parts.election.leading == 6
 
 
+def test_votes_collected_before_a_membership_entry_are_dropped() -> None:
+    """Also those of voters who keep their seats: they were given to lead under the old committee."""
+    chain = Chain(RUN)
+    content = Membership(Committee(WITNESS.peer_id, (A.peer_id, C.peer_id)), NO_DIGEST)
+    entry = chain.add(content, term=4)
+    parts = Parts(RUN, A)
+    parts.election.on_vote(WITNESS.peer_id, vote(6), current=False)  # with its own a majority
+    assert parts.election.leading is None
+    parts.log.append(entry)
+    parts.election.installed(content, 4, last=False, current=True)
+    assert parts.election.leading is None
+    new = Vote(parts.log.committee_digest, 6, 1, None)
+    parts.election.on_vote(WITNESS.peer_id, new, current=True)
+    assert parts.election.leading == 6
+
+
 def test_an_incoming_voter_votes_at_once_in_the_next_term() -> None:
     chain = Chain(RUN)
     content = Membership(Committee(WITNESS.peer_id, (A.peer_id, C.peer_id)), NO_DIGEST)
