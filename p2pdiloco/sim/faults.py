@@ -86,6 +86,7 @@ class Faults:
         for machine in world.machines.values():
             machine.disk.full = False
             machine.doom = None
+            machine.thaw()
 
     def _second(self) -> None:
         if not self._running:

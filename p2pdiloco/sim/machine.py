@@ -136,10 +136,11 @@ class Machine:
         self.world.note(self, "freeze", round(seconds, 3))
         self.frozen = True
         life = self.life
-        self.world.at(seconds, lambda: self._thaw(life))
+        self.world.at(seconds, lambda: self.thaw() if self.life == life else None)
 
-    def _thaw(self, life: int) -> None:
-        if self.life != life or not self.frozen:
+    def thaw(self) -> None:
+        """It goes on where it stopped, and only then learns what came meanwhile."""
+        if not self.frozen:
             return
         self.frozen = False
         rest, self._rest = self._rest, []

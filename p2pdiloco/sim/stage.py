@@ -11,6 +11,7 @@ from p2pdiloco.protocol.actions import Action, Send
 from p2pdiloco.sim.brain import MakeBrain
 from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.machine import Machine
+from p2pdiloco.sim.swarm import failover_s
 from p2pdiloco.sim.tiny_run import Timings
 from p2pdiloco.sim.world import World
 from p2pdiloco.wire.log import Membership, open_body
@@ -42,8 +43,7 @@ class Stage:
         self.checkers = self.world.checkers
         spec = self.world.run.spec
         self.round_s = spec.outer.deadline_passes * spec.inner.pass_s
-        # R2: two election timeouts and one fetch; the entry itself needs deltas, at most a round later.
-        self.failover_s = 2 * spec.committee.timeout_s_max + 1.0 + self.round_s
+        self.failover_s = failover_s(spec)
 
     def start(self, nodes: int, *, speeds: tuple[float, ...] = (1.0,)) -> list[Machine]:
         """The witness and `nodes` nodes, all up within a second."""

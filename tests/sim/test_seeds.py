@@ -34,6 +34,7 @@ def test_seeds_that_once_found_a_bug() -> None:
 def test_everyday_seeds(first: int) -> None:
     report = simulate_seeds(range(first, first + CHUNK))
     assert_kept_all_promises(report)
+    assert report.late <= 1, "target R2: the next entry within two timeouts and a fetch"
     # A simulator in which nothing happens finds nothing.
     assert report.entries > 5 * CHUNK
     assert report.starts > 2 * CHUNK
