@@ -20,7 +20,7 @@ from p2pdiloco.protocol.actions import (
 )
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.rules.state import genesis_state
-from p2pdiloco.wire.log import Refused
+from p2pdiloco.wire.log import Committee, Refused
 from p2pdiloco.wire.messages import DeltaHeader, DeltaReceipt, Outcome
 
 from .builders import NODES, WITNESS, Parts, header, held, make_run, plan, sent, take
@@ -81,6 +81,16 @@ def test_commit_before_reveal() -> None:
     late = hear(p, WITNESS, Outcome.NOTED)
     assert take(late, RevealDelta) == []
     assert [u.peer for u in take(late, UploadDelta)] == [WITNESS.peer_id]
+
+
+def test_a_voter_that_lost_its_seat_is_none_of_the_majority() -> None:
+    p = trainer(ONE)
+    hear(p, A, Outcome.NOTED)
+    new = Committee(WITNESS.peer_id, (B.peer_id, NODES[3].peer_id))
+    p.delivery.on_receipt(B.peer_id, receipt(ONE, Outcome.NOTED), new)
+    assert take(p.drain(), UploadDelta) == []
+    p.delivery.on_receipt(WITNESS.peer_id, receipt(ONE, Outcome.NOTED), new)
+    assert {u.peer for u in take(p.drain(), UploadDelta)} == {WITNESS.peer_id, B.peer_id}
 
 
 def test_a_training_voter_is_one_of_the_majority() -> None:
