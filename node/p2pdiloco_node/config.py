@@ -140,6 +140,22 @@ def parse_host_port(text: str, what: str) -> HostPort:
     return HostPort(host or "0.0.0.0", int(port))  # noqa: S104 - asked for by leaving the host out
 
 
+def parse_address(text: str, what: str) -> HostPort:
+    """As `parse_host_port` for a host that is an IP address: peers dial literals only.
+
+    Raises: OperatorError (usage).
+    """
+    host, port = parse_host_port(text, what)
+    host = "127.0.0.1" if host == "localhost" else host
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise OperatorError(
+            f"{what} {text!r} names a host: give its IP address, like 0.0.0.0:7474.", USAGE
+        ) from None
+    return HostPort(host, port)
+
+
 def parse_join(text: str) -> JoinLink:
     """`http(s)://HOST:PORT/#RUNID`, or the bare address. Raises: OperatorError (usage) with the remedy."""
     text = text.strip()

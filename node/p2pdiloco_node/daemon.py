@@ -16,20 +16,20 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from p2pdiloco import limits
-from p2pdiloco.errors import OperatorError, PeerError, TransportError
-from p2pdiloco.ids import Digest, PeerId, RunId, short
+from p2pdiloco.errors import TransportError
+from p2pdiloco.ids import Digest, PeerId, short
 from p2pdiloco.protocol import events as fact
-from p2pdiloco.run_spec import RunSpec, open_run_spec, spec_bytes_of
+from p2pdiloco.run_spec import spec_bytes_of
 from p2pdiloco.wire.messages import EvalReport, Goodbye
-from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.announcer import Announcer
-from p2pdiloco_node.config import HostPort, JoinLink, NodeConfig, parse_host_port, parse_join, parse_peers
-from p2pdiloco_node.contact import NETWORK, fetch_peers, fetch_run_spec
+from p2pdiloco_node.config import HostPort, JoinLink, NodeConfig, parse_address, parse_join, parse_peers
+from p2pdiloco_node.contact import fetch_peers, is_near
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
+from p2pdiloco_node.joining import find_run
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.ports import Purpose
@@ -43,8 +43,6 @@ from p2pdiloco_node.training.supervisor import Supervisor
 from p2pdiloco_node.transport.http_session import make_session
 
 log = logging.getLogger("p2pdiloco.node")
-SPEC_FILE = "spec.bin"
-LINK_FILE = "join"  # the link of the first start: pinned on first use
 CATCH_UP_POLL_S = 0.2
 ALONE_S = 10.0  # nobody was heard for so long after the start: train with what is here
 TRAINER_NICE = 5  # on a busy machine heartbeats and acks go before inner steps
@@ -65,15 +63,6 @@ async def _live(config: NodeConfig, leaving: Leaving) -> int:
         return await daemon.run()
 
 
-class _Found(NamedTuple):
-    """The run to take part in."""
-
-    run: RunId
-    spec: RunSpec
-    signed: bytes
-    link: JoinLink | None
-
-
 class Daemon:
     """One node of one run."""
 
@@ -83,8 +72,8 @@ class Daemon:
         self._leaving = leaving
         self._join = parse_join(config.join) if config.join else None
         self._peers = parse_peers(config.peers)
-        self._listen = parse_host_port(config.listen, "--listen") if config.listen else None
-        self._advertise = [parse_host_port(a, "--advertise") for a in config.advertise]
+        self._listen = parse_address(config.listen, "--listen") if config.listen else None
+        self._advertise = [parse_address(a, "--advertise") for a in config.advertise]
         self._root = Path(config.data_dir).expanduser()
         self._stack = AsyncExitStack()
         self._saying: set[asyncio.Task[None]] = set()
@@ -101,9 +90,8 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, OperatorError):
-            path = self.participant.write_flight()
-            log.error("The last events before this crash are in %s.", path)
+        if isinstance(error, Exception):
+            self.participant.note_crash(error)
         await self._stack.aclose()
 
     async def _enter(self) -> None:
@@ -113,7 +101,7 @@ class Daemon:
         self._session = await self._stack.enter_async_context(
             make_session(connections_max=8, per_host_max=0, build=__version__)
         )
-        found = await self._find_run()
+        found = await find_run(self._data, self._session, self._join, self._peers)
         self._spec, self._run = found.spec, found.run
         self._folder = self._data.run_folder(found.run)
         self._name = config.name or f"node-{short(signer.peer_id)[:4]}"
@@ -136,6 +124,7 @@ class Daemon:
             role="node",
             listen=self._address_to_listen(found.link),
             keeps_all=config.keep_deltas,
+            near=found.link is not None and await is_near(found.link.url),
         )
         self.participant = await self._stack.enter_async_context(self._participant(setting))
         note_address(self._stack, self._data.root, self.participant.listener, setting.listen.host)
@@ -166,81 +155,7 @@ class Daemon:
     def _witness(self) -> PeerId:
         return PeerId(self._spec.committee.genesis.witness)
 
-    # The run.
-
-    async def _find_run(self) -> _Found:
-        """From disk where this node has been in it before, else from the tracker or the peers named."""
-        kept = self._kept_link()
-        link = self._join or kept
-        wanted = (self._join.run if self._join else None) or (kept.run if kept else None)
-        if self._join and kept and self._join.run and kept.run and self._join.run != kept.run:
-            log.info(
-                "This data folder was in run %s before; now it is in %s.",
-                kept.run.hex()[:16],
-                self._join.run.hex()[:16],
-            )
-        if link is None and not self._peers:
-            parse_join("")  # raises the sentence that says what to give
-        if wanted is not None and (here := self._kept_run(wanted)) is not None:
-            return _Found(wanted, here[0], here[1], link)
-        run, spec, signed = await self._ask_for_run(link, wanted)
-        if wanted is None:
-            log.info("The run is %s (%s): pinned in %s from now on.", spec.name, run.hex(), self._data.root)
-        self._check_room(spec)
-        folder = self._data.run_folder(run)
-        files = self._data.files
-        make_folder(files, folder)
-        replace_file(files, folder / SPEC_FILE, signed)
-        if link is not None:
-            link = JoinLink(link.url, run)
-            replace_file(files, self._data.root / LINK_FILE, f"{link.url}/#{run.hex()}\n".encode())
-        return _Found(run, spec, signed, link)
-
-    def _kept_link(self) -> JoinLink | None:
-        try:
-            return parse_join((self._data.root / LINK_FILE).read_text())
-        except (OSError, UnicodeDecodeError, OperatorError):
-            return None
-
-    def _kept_run(self, run: RunId) -> tuple[RunSpec, bytes] | None:
-        try:
-            signed = (self._data.run_folder(run) / SPEC_FILE).read_bytes()
-            _, spec = open_run_spec(signed, verify_ed25519, expected=run)
-        except FileNotFoundError:
-            return None
-        except (OSError, PeerError) as error:
-            log.warning("The RunSpec in %s is damaged (%s); it is fetched again.", self._data.root, error)
-            return None
-        return spec, signed
-
-    async def _ask_for_run(self, link: JoinLink | None, wanted: RunId | None) -> tuple[RunId, RunSpec, bytes]:
-        urls = [link.url] if link else []
-        urls += [f"http://{peer}" for peer in self._peers]
-        tried = []
-        for url in urls:
-            try:
-                return await fetch_run_spec(self._session, url, wanted)
-            except TransportError as error:
-                tried.append(f"{url} ({error})")
-        raise OperatorError(
-            f"No reachable tracker: tried {' and '.join(tried)}. Check the address, or ask its host "
-            "whether it runs.",
-            NETWORK,
-        )
-
-    def _check_room(self, spec: RunSpec) -> None:
-        """Before anything large is fetched: does this run fit on the disk?"""
-        shards = sum(s.size for s in spec.data.shards) + spec.data.evaluation.size
-        state = 4 * spec.model.params  # one array of float32
-        needed = shards + 16 * state  # states, snapshots, checkpoints of moments, deltas in flight
-        free = os.statvfs(self._data.root)
-        free_bytes = free.f_bavail * free.f_frsize
-        if free_bytes < needed:
-            raise OperatorError(
-                f"This run needs about {needed / 2**20:,.0f} MiB in {self._data.root}, and "
-                f"{free_bytes / 2**20:,.0f} MiB are free: make room, or name another folder with --data-dir.",
-                6,
-            )
+    # Address.
 
     def _address_to_listen(self, link: JoinLink | None) -> HostPort:
         """As asked; else loopback beside a loopback tracker, all interfaces otherwise, on the last port."""

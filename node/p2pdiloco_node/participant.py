@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -37,6 +38,7 @@ from p2pdiloco_node.config import HostPort
 from p2pdiloco_node.driver import Desk, Driver, Ports
 from p2pdiloco_node.flight_recorder import FlightRecorder
 from p2pdiloco_node.held_deltas import HeldDeltas
+from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.address_book import DiskAddressBook
@@ -49,6 +51,7 @@ from p2pdiloco_node.transport.client import Client
 from p2pdiloco_node.transport.listener import Listener
 from p2pdiloco_node.transport.server import Server
 
+log = logging.getLogger("p2pdiloco.node")
 DONORS_TRIED_MAX = 16
 RETRY_S = 1.0  # between tries to get the run's data
 
@@ -65,6 +68,7 @@ class Setting(NamedTuple):
     listen: HostPort
     also: tuple[Path, ...] = ()  # folders of blobs that are served and never changed
     keeps_all: bool = False  # keep deltas that the rules no longer need
+    near: bool = False  # the tracker is on this machine or a private network: so may peers be
 
 
 class Participant:
@@ -157,7 +161,7 @@ class Participant:
                 blobs=self.blobs,
                 on_not_sent=lambda peer, _why: self._put(fact.MessageNotSent(peer)),
                 on_failure=self._failed,
-                local=setting.spec.admission == "local",
+                local=setting.near or setting.spec.admission == "local",
                 own=frozenset((host, self.listener.port) for host in hosts),
                 traffic=server.traffic,
                 strikes=server.strikes,
@@ -277,11 +281,18 @@ class Participant:
         with suppress(P2PDiLoCoError):  # only saves time at the next start
             await asyncio.to_thread(self.keeper.save, self.brain_view().version)
 
-    def write_flight(self) -> Path:
-        """After a crash: what happened before it."""
+    def note_crash(self, error: Exception) -> None:
+        """Our own fault: write down what happened before it, beside the run's files."""
+        fault = first_fault(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(fault, P2PDiLoCoError):
+            return
         path = self.setting.folder / f"flight-{self.boot}.bin"
-        self._recorder.write(path)
-        return path
+        try:
+            self._recorder.write(path)
+        except OSError as failed:
+            log.warning("The last events before this crash cannot be written (%s).", failed)
+        else:
+            log.error("The last events before this crash are in %s.", path)
 
     def caught_up(self) -> bool:
         """Whether this node has applied as much as any peer said to have."""

@@ -8,6 +8,7 @@ goes on from its log and votes, and the page's history comes back from the datab
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import time
@@ -35,7 +36,7 @@ from p2pdiloco.wire.log import OuterStep, state_root
 from p2pdiloco.wire.messages import Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
-from p2pdiloco_node.config import TrackerConfig, parse_host_port
+from p2pdiloco_node.config import TrackerConfig, parse_address
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.participant import Participant, Setting, reachable_hosts
 from p2pdiloco_node.ports import Purpose
@@ -89,7 +90,7 @@ class Tracker:
         """Raises: OperatorError (usage)."""
         self.config = config
         self._leaving = leaving
-        self._listen = parse_host_port(config.listen, "--listen")
+        self._listen = parse_address(config.listen, "--listen")
         if not config.run:
             raise OperatorError("No run is named: give --run DIR, the folder that p2pdiloco run new made.", 2)
         self._dir = Path(config.run).expanduser()
@@ -115,8 +116,8 @@ class Tracker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, OperatorError):
-            log.error("The last events before this crash are in %s.", self.participant.write_flight())
+        if isinstance(error, Exception):
+            self.participant.note_crash(error)
         await self._stack.aclose()
 
     async def _enter(self) -> None:
@@ -148,6 +149,7 @@ class Tracker:
             role="witness",
             listen=self._listen,
             also=(self._dir / BLOBS,),
+            near=all(ipaddress.ip_address(h).is_private for h in reachable_hosts(self._listen.host)),
         )
         page = StatusPage(self._status, address_of=remote_ip)
         routes = [web.post("/v1/announce", self._announce), *page.routes()]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +128,13 @@ def test_late_join_leave_kill_and_a_tracker_that_goes_away(swarm: Swarm) -> None
     for name in ("node-1", "node-2"):
         swarm.node(name)
     wait_for(lambda: swarm.listed("node-1") and swarm.listed("node-2"), START_S, "two nodes contribute")
+
+    # `p2pdiloco status` finds the daemons of this machine.
+    asked = subprocess.run(
+        [sys.executable, "-m", "p2pdiloco_node.cli", "status", "--json"], capture_output=True, check=True,
+        env=os.environ | {"XDG_STATE_HOME": str(swarm.folder / "state")},
+    )  # fmt: skip
+    assert {one["name"] for one in json.loads(asked.stdout)} == {"node-1", "node-2", "witness"}
 
     # A third joins late and contributes; the committee has three seats.
     swarm.node("node-3")

@@ -13,6 +13,7 @@ from p2pdiloco_node.config import (
     NodeConfig,
     TrackerConfig,
     load,
+    parse_address,
     parse_host_port,
     parse_join,
     parse_peers,
@@ -111,6 +112,12 @@ def test_host_and_port() -> None:
     for bad in ("1.2.3.4", "1.2.3.4:x", "1.2.3.4:70000", "a:b:5"):
         with pytest.raises(OperatorError, match="not HOST:PORT"):
             parse_host_port(bad, "--listen")
+
+
+def test_peers_dial_literals_only() -> None:
+    assert parse_address("localhost:5", "--listen") == HostPort("127.0.0.1", 5)
+    with pytest.raises(OperatorError, match="names a host: give its IP address"):
+        parse_address("tracker.example:5", "--listen")
 
 
 def test_an_empty_list_of_peers_is_not_taken_for_none() -> None:

@@ -1,0 +1,116 @@
+"""Which run a node takes part in: from its disk, or from the tracker or a node that its owner names.
+
+The RunId is pinned on first use: a folder that has been in a run asks nobody which run it is (protocol.md 7).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import aiohttp
+
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.ids import RunId
+from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node.config import HostPort, JoinLink, parse_join
+from p2pdiloco_node.contact import NETWORK, fetch_run_spec
+from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.storage.files import make_folder, replace_file
+
+log = logging.getLogger("p2pdiloco.node")
+SPEC_FILE = "spec.bin"
+LINK_FILE = "join"
+RESOURCES = 6  # exit code
+
+
+class Found(NamedTuple):
+    """The run to take part in."""
+
+    run: RunId
+    spec: RunSpec
+    signed: bytes  # the RunSpec as its owner signed it
+    link: JoinLink | None  # None: only peers are named
+
+
+async def find_run(
+    data: DataDir, session: aiohttp.ClientSession, join: JoinLink | None, peers: Sequence[HostPort]
+) -> Found:
+    """From disk where this node has been in it before, else from the tracker or the peers named.
+
+    Raises: OperatorError: nothing is named, nobody answers, another run or version, no room on the disk.
+    """
+    kept = _kept_link(data)
+    link = join or kept
+    wanted = (join.run if join else None) or (kept.run if kept else None)
+    if kept is not None and kept.run is not None and wanted != kept.run:
+        log.info("This data folder was in run %s before.", kept.run.hex()[:16])
+    if link is None and not peers:
+        parse_join("")  # raises the sentence that says what to give
+    here = _kept_run(data, wanted) if wanted is not None else None
+    if wanted is None or here is None:
+        run, spec, signed = await _ask(session, link, peers, wanted)
+        _check_room(data, spec)
+        make_folder(data.files, data.run_folder(run))
+        replace_file(data.files, data.run_folder(run) / SPEC_FILE, signed)
+    else:
+        run, (spec, signed) = wanted, here
+    if link is not None and (kept is None or (link.url, run) != kept):
+        log.info("The run is %s (%s): pinned in %s from now on.", spec.name, run.hex(), data.root)
+        replace_file(data.files, data.root / LINK_FILE, f"{link.url}/#{run.hex()}\n".encode())
+    return Found(run, spec, signed, link)
+
+
+def _kept_link(data: DataDir) -> JoinLink | None:
+    try:
+        return parse_join((data.root / LINK_FILE).read_text())
+    except (OSError, UnicodeDecodeError, OperatorError):
+        return None
+
+
+def _kept_run(data: DataDir, run: RunId) -> tuple[RunSpec, bytes] | None:
+    try:
+        signed = (data.run_folder(run) / SPEC_FILE).read_bytes()
+        _, spec = open_run_spec(signed, verify_ed25519, expected=run)
+    except FileNotFoundError:
+        return None
+    except (OSError, PeerError) as error:
+        log.warning("The RunSpec in %s is damaged (%s); it is fetched again.", data.root, error)
+        return None
+    return spec, signed
+
+
+async def _ask(
+    session: aiohttp.ClientSession, link: JoinLink | None, peers: Sequence[HostPort], wanted: RunId | None
+) -> tuple[RunId, RunSpec, bytes]:
+    urls = [link.url] if link else []
+    urls += [f"http://{peer}" for peer in peers]
+    tried = []
+    for url in urls:
+        try:
+            return await fetch_run_spec(session, url, wanted)
+        except TransportError as error:
+            tried.append(f"{url} ({error})")
+    raise OperatorError(
+        f"No reachable tracker: tried {' and '.join(tried)}. Check the address, or ask its host whether it "
+        "runs.",
+        NETWORK,
+    )
+
+
+def _check_room(data: DataDir, spec: RunSpec) -> None:
+    """Before anything large is fetched: does this run fit on the disk?"""
+    shards = sum(s.size for s in spec.data.shards) + spec.data.evaluation.size
+    array_bytes = 4 * spec.model.params
+    needed = shards + 16 * array_bytes  # states, snapshots, checkpoints of moments, deltas in flight
+    disk = os.statvfs(data.root)
+    free = disk.f_bavail * disk.f_frsize
+    if free < needed:
+        raise OperatorError(
+            f"This run needs about {needed / 2**20:,.0f} MiB in {data.root}, and {free / 2**20:,.0f} MiB are "
+            "free: make room, or name another folder with --data-dir.",
+            RESOURCES,
+        )
