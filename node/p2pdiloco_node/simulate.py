@@ -168,7 +168,7 @@ def in_words(report: SimulationReport) -> str:
     if report.recovery_s_median == report.recovery_s_median:
         lines.append(
             f"After the faults the next entry came within {report.recovery_s_median:.1f} s (median), "
-            f"{report.recovery_s_99:.1f} s (99 %), simulated time; in {report.late} seeds later than target R2."
+            f"{report.recovery_s_99:.1f} s (99 %), simulated; in {report.late} seeds later than target R2."
         )
     if report.ok:
         return "\n".join([*lines, "No violation."])

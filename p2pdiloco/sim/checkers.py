@@ -356,10 +356,11 @@ class Checkers:
         if peer != machine.id or not fits:
             raise Violation("the log settles", f"{machine.name} takes {short(delta)} as {how}")
 
-    def unsettled(self, members: list[Machine]) -> list[Digest]:
-        """The ledger: deltas that a majority of the committee, of `members`, holds and the log ignores."""
-        quorum = self.committee.quorum
-        there = {m.id: m for m in members}
+    def unsettled(self, machines: list[Machine]) -> list[Digest]:
+        """The ledger: deltas that a majority of the newest committee, as far as it is among `machines`,
+        holds and the log has not settled."""
+        quorum, seats = self.committee.quorum, self.committee.members
+        there = {m.id: m for m in machines if m.id in seats}
         lost = []
         for delta, holders in self.held.items():
             peer, header = self.headers[delta]
