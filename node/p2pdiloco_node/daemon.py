@@ -199,20 +199,19 @@ class Daemon:
         assert participant.node is not None, "begun"
         over = participant.node.state.finished
         async with asyncio.TaskGroup() as group:
+            self._talk = [group.create_task(work) for work in (self.announcer.run(), self._report())]
             tasks = [
                 group.create_task(work)
                 for work in (
-                    self.announcer.run(),
                     self.desk.run(),
                     self._prepare_data(),
-                    self._report(),
                     self._leave_when_asked(),
                     self._leave_when_over(),
                 )
             ]
             self._training = group.create_task(self._train(over=over))
             await participant.live()
-            for task in (*tasks, self._training):
+            for task in (*tasks, *self._talk, self._training):
                 task.cancel()
         return 0
 
@@ -351,6 +350,8 @@ class Daemon:
     async def _leave(self, reason: str) -> None:
         self.telemetry.state, self.telemetry.why = "leaving", reason
         log.info("Leaving: %s.", reason)
+        for task in self._talk:
+            task.cancel()  # nothing that is said after the goodbye may look like a return
         await self.participant.client.send(self._witness, Goodbye(reason))
         self._put(fact.GoodbyeWanted(reason))
         self._training.cancel()  # in parallel with the goodbye: the trainer ends within its own limit

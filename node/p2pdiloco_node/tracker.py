@@ -246,29 +246,30 @@ class Tracker:
 
     def _takes_message(self, opened: Opened, _sealed: bytes, _address: str) -> bool:
         """What is for the tracker alone. Raises: PeerError."""
-        now = time.monotonic()
-        match opened.message:
-            case NodeReport():
-                self.directory.report(opened, now=now)
-                return True
-            case EvalReport():
-                said = opened.message
-                roots = self._roots.get(said.version, set())
-                root = said.state_root if said.state_root in roots else next(iter(roots), None)
-                report = self.directory.evaluation(opened, root_of=lambda _version: root)
-                self.builder.evaluated(opened.sender, report, when_unix=time.time())
-                return True
-            case Goodbye():
-                try:
-                    self.directory.goodbye(opened, now=now)
-                except PeerError:
-                    log.debug("a goodbye of a peer that never announced itself")
-                return False
-            case _:
+        message = opened.message
+        try:
+            if isinstance(message, NodeReport):
+                self.directory.report(opened, now=time.monotonic())
+            elif isinstance(message, EvalReport):
+                self._evaluation(opened, message)
+            elif isinstance(message, Goodbye):
+                self.directory.goodbye(opened, now=time.monotonic())
+            else:
                 self.builder.heard(opened.sender, when_unix=time.time())
-                if isinstance(opened.message, DeltaHeader):
-                    self._note_loss(opened.message)
-                return False
+                if isinstance(message, DeltaHeader):
+                    self._note_loss(message)
+        except PeerError as error:
+            # A restarted tracker knows nobody before the next announce, and its witness may lag.
+            if error.reason not in ("UNKNOWN_PEER", "TOO_EARLY"):
+                raise
+        return isinstance(message, NodeReport | EvalReport)
+
+    def _evaluation(self, opened: Opened, said: EvalReport) -> None:
+        """Raises: PeerError."""
+        roots = self._roots.get(said.version, set())
+        root = said.state_root if said.state_root in roots else next(iter(roots), None)
+        report = self.directory.evaluation(opened, root_of=lambda _version: root)
+        self.builder.evaluated(opened.sender, report, when_unix=time.time())
 
     def _note_loss(self, header: DeltaHeader) -> None:
         self._losses[header.delta] = header.loss
