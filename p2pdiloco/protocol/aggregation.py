@@ -52,6 +52,8 @@ class Aggregation:
         self._spreads: tuple[float, ...] = ()
         self._arrivals: list[Arrival] = []  # at the last look
         self._previous: list[Arrival] = []  # listed by the last outer step
+        self._watched_term = 0
+        self._left_out: dict[Digest, int] = {}  # outer steps of the watched term that passed a delta over
         self._words: dict[int, OwnerWord] = {}
         self._goodbyes: dict[PeerId, Digest] = {}
         self.reason = "no delta yet"
@@ -78,6 +80,8 @@ class Aggregation:
 
     def stalled(self) -> bool:
         """No entry for two deadlines although a delta is there that could be listed (protocol.md 4)."""
+        if max(self._left_out.values(), default=0) >= 2:
+            return True
         if self._ctx.now - self._progress_at < 2 * self.deadline_s * self._stall_factor:
             return False
         state = self._applied.rules
@@ -182,11 +186,32 @@ class Aggregation:
         if not isinstance(content, OuterStep):
             return
         self._learn_spread(content)
+        self._watch_fairness(content, term)
         self._last_step_at = self._ctx.now
         if term == self._term:
             self._served += 1
         for peer in [PeerId(gone.peer) for gone in content.left]:
             self._goodbyes.pop(peer, None)
+
+    def _watch_fairness(self, step: OuterStep, term: int) -> None:
+        """Count how often a term's aggregator, with room, passed over a delta that a majority HAD before.
+
+        HAVE is a local view, so it is no reason to refuse an ack; after two times a voter does not wait for
+        the timeout to ask for the next term (protocol.md 3).
+        """
+        if term != self._watched_term or len(step.contributions) >= limits.contributions_max:
+            self._watched_term = term
+            self._left_out = {}
+            return
+        listed = {c.peer for c in step.contributions}
+        state, before = self._applied.rules, self._last_step_at
+        waiting = [
+            Digest(a.header.delta)
+            for a in self._pool.ready(state, self._log.committee)
+            if a.complete_at < before and a.sender not in listed and a.sender not in state.revoked
+            and not too_late(state, self._ctx.spec, a.header)
+        ]  # fmt: skip
+        self._left_out = {d: self._left_out.get(d, 0) + 1 for d in waiting}
 
     def _learn_spread(self, step: OuterStep) -> None:
         """How far apart the deltas of a round come, judged one step later,

@@ -237,13 +237,15 @@ class Election:
             return
         if term < self._ballot.term or committee.aggregator_of(term) != self._ctx.me or not self.may_vote():
             return
-        casts = {v: c for v, c in self._votes.get(term, {}).items() if v in committee.members}
-        if len(casts) < committee.quorum:
+        cast = {v: c for v, c in self._votes.get(term, {}).items() if v in committee.members}
+        if len(cast) < committee.quorum:
             return
-        ahead = [v for v, c in casts.items() if c.index > self._log.index]
-        for voter in ahead:
+        for voter in [v for v, c in cast.items() if c.index > self._log.index]:
             self._ctx.send(voter, EntriesWanted(self._log.index + 1))
-        if ahead or not current:
+        # Whoever claims entries that are not here does not count until they are: a majority of the others
+        # holds an ack of whatever was certified next, and one liar cannot keep everybody from leading.
+        casts = {v: c for v, c in cast.items() if c.index <= self._log.index}
+        if len(casts) < committee.quorum or not current:
             return
         # The own durable ack counts, voted or not.
         acked = [*casts.items(), (self._ctx.me, self._own_cast())]

@@ -268,6 +268,27 @@ def test_an_entry_that_does_not_come_although_deltas_are_there_is_a_stall() -> N
     assert not idle.agg.stalled()  # nothing to list
 
 
+def passed_over(listed: list[Any], terms: list[int]) -> bool:
+    """Whether voter A complains after steps of these terms that list `listed`, with C's delta held before."""
+    voter = Leader(lead=False)
+    rules = voter.p.applied.rules
+    voter.hold(C)
+    voter.agg._pool.ready(rules, voter.p.log.committee)
+    step = plan(RUN, rules, [held(header(RUN, w), w) for w in listed])
+    for n, term in enumerate(terms):
+        voter.p.ctx.now = (n + 1) * 0.1
+        voter.agg.installed(step, term)
+    return voter.agg.stalled()
+
+
+def test_who_passes_a_delta_over_twice_is_moved_on_from() -> None:
+    """B3: an aggregator that drops a victim. HAVE is a local view, so one step is given."""
+    assert not passed_over([B], [3, 3])
+    assert passed_over([B], [3, 3, 3])
+    assert not passed_over([B], [3, 3, 5])  # the next term starts anew
+    assert not passed_over([B, C], [3, 3, 3])
+
+
 def test_goodbyes_go_into_the_next_outer_step_once() -> None:
     leader = Leader()
     rules = leader.p.applied.rules

@@ -122,6 +122,14 @@ def test_a_vote_from_further_on_is_fetched_up_to_first() -> None:
     assert parts.election.leading == 4
 
 
+def test_a_liar_that_claims_more_entries_keeps_nobody_from_leading() -> None:
+    parts = Parts(RUN, A)
+    parts.election.on_vote(B.peer_id, vote(4, index=10**6), current=True)
+    assert parts.election.leading is None  # its vote does not count before its entries are here
+    parts.election.on_vote(WITNESS.peer_id, vote(4), current=True)
+    assert parts.election.leading == 4
+
+
 def test_votes_are_not_refused_for_an_older_log() -> None:
     chain = Chain(RUN)
     chain.step(held(header(RUN, A), A))
