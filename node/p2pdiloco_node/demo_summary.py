@@ -167,10 +167,12 @@ def in_words(summary: Summary, *, names: Mapping[str, str], witness_entries: int
         )
     else:
         lines.append("Held-out loss: no evaluation reached the tracker.")
-    leaders = ", ".join(names.get(p, p[:8]) for p in s.aggregators) or "nobody but the witness"
+    leaders = [names.get(p, p[:8]) for p in s.aggregators]
+    if witness_entries:
+        leaders.append(f"the witness while it was alone ({_count(witness_entries, 'entry', 'entries')})")
     lines.append(
-        f"{s.terms} terms, {s.voters} seats in the committee; aggregated by {leaders}"
-        f" (and by the witness, {witness_entries} entries, while it was alone)"
+        f"{_count(s.terms, 'term')}, {_count(s.voters, 'seat')} in the committee; aggregated by "
+        f"{', '.join(leaders)}"
     )
     refused = ", ".join(f"{n} {reason}" for reason, n in sorted(s.deltas.refused.items())) or "none"
     late = ", ".join(f"{n} at {k}" for k, n in s.staleness.items()) or "none"
@@ -191,10 +193,15 @@ def in_words(summary: Summary, *, names: Mapping[str, str], witness_entries: int
         lines.append(f"Longest pause between inner steps on nodes that were not hit: {gap:.1f} s")
     digests = set(s.state_digests.values())
     if len(digests) == 1:
-        lines.append(f"All {s.nodes} nodes hold the same model: {digests.pop()[:16]}")
+        who = f"All {s.nodes} nodes hold" if s.nodes > 1 else "The one node holds"
+        lines.append(f"{who} the same model: {digests.pop()[:16]}")
     else:
         lines.append(f"The nodes do NOT hold the same model: {s.state_digests}")
     return lines
+
+
+def _count(n: int, one: str, many: str = "") -> str:
+    return f"{n} {one if n == 1 else many or one + 's'}"
 
 
 def _seconds(value: float | None) -> str:
