@@ -269,7 +269,7 @@ class Daemon:
             spec,
             participant.me,
             self._contributor,
-            State(restored.version, restored.clock, participant.keeper.params()),
+            State(restored.version, restored.clock, restored.target_tokens, participant.keeper.params()),
             self.telemetry,
             put=self._put,
             on_evaluated=self._evaluated,

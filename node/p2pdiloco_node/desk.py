@@ -14,11 +14,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.protocol import events as fact
-from p2pdiloco.protocol.actions import Settled
+from p2pdiloco.protocol.actions import AdoptState, Settled
 from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.wire.messages import DeltaHeader
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training import frames
@@ -32,6 +35,7 @@ class State(NamedTuple):
 
     version: int
     clock: int  # tokens merged
+    target_tokens: int  # of the run, as the log says
     params: Array  # (params,)
 
 
@@ -50,10 +54,12 @@ class _Settle(NamedTuple):
 
 
 class _Adopt(NamedTuple):
-    version: int
-    clock: int
+    order: AdoptState
     params: Awaitable[Array]
-    reset: bool
+
+
+class _GoBack(NamedTuple):
+    """A pass ended in values that cannot be sent: theta <- anchor <- G."""
 
 
 class _Allow(NamedTuple):
@@ -72,7 +78,7 @@ class _RunEnded(NamedTuple):
     version: int
 
 
-_Order = _Settle | _Adopt | _Allow | _Evaluate | _RunEnded
+_Order = _Settle | _Adopt | _GoBack | _Allow | _Evaluate | _RunEnded
 
 
 class TrainerDesk:
@@ -110,7 +116,7 @@ class TrainerDesk:
         self._evaluation_shard = Path()
         self._may_train = asyncio.Event()
         self._known_sequence = contributor.next_sequence - 1
-        self._reset = False  # owed to the next adoption
+        self._reset = False  # owed by an adoption that was overtaken
         self._roots: dict[int, Digest] = {}  # versions under evaluation
         self.over = asyncio.Event()
 
@@ -135,8 +141,10 @@ class TrainerDesk:
     def settle(self, delta: Digest, how: Settled) -> None:
         self._order(_Settle(delta, how))
 
-    def adopt(self, version: int, clock: int, params: Awaitable[Array], *, reset: bool) -> None:
-        self._order(_Adopt(version, clock, params, reset))
+    def adopt(self, order: AdoptState, params: Awaitable[Array]) -> None:
+        # An own record that was lost knows less than the log: permissions count from there.
+        self.known(order.last_sequence)
+        self._order(_Adopt(order, params))
 
     def allow(self, allowed: int, why: str) -> None:
         self._order(_Allow(allowed, self._known_sequence, why))
@@ -167,7 +175,11 @@ class TrainerDesk:
         match order:
             case _Settle(delta, how):
                 await asyncio.to_thread(self._contributor.settle, delta, how)
-                self._reset = self._reset or how is Settled.NOT_FINITE
+                if how is Settled.NOT_FINITE:
+                    await self._hand_over(supervisor, reset=True)
+            case _GoBack():
+                await asyncio.to_thread(self._contributor.go_back)
+                await self._hand_over(supervisor, reset=True)
             case _Adopt():
                 await self._adopt(order, supervisor)
             case _Allow(allowed, known_sequence, why):
@@ -179,16 +191,22 @@ class TrainerDesk:
                 self.over.set()
 
     async def _adopt(self, order: _Adopt, supervisor: Supervisor) -> None:
-        params = await order.params
-        self._reset = self._reset or order.reset
+        version, clock, target_tokens, last_sequence, reset = msgspec.structs.astuple(order.order)
+        self._state = State(version, clock, target_tokens, await order.params)
+        await asyncio.to_thread(self._contributor.go_on_after, last_sequence)
+        if reset:
+            await asyncio.to_thread(self._contributor.reset)
+        await self._hand_over(supervisor, reset=reset)
+
+    async def _hand_over(self, supervisor: Supervisor, *, reset: bool) -> None:
+        """Give the trainer the newest state; `reset`: theta <- anchor, progress discarded."""
+        self._reset = self._reset or reset
         if any(isinstance(later, _Adopt) for later in self._orders):
             return  # overtaken; a reset is not forgotten
         reset, self._reset = self._reset, False
-        if reset:
-            await asyncio.to_thread(self._contributor.reset)
-        self._state = State(order.version, order.clock, params)
+        version, clock, target_tokens, params = self._state
         view = await asyncio.to_thread(self._contributor.view, params)
-        await supervisor.adopt(order.version, order.clock, view, reset=reset)
+        await supervisor.adopt(version, clock, target_tokens, view, reset=reset)
 
     # The trainer's side.
 
@@ -208,7 +226,7 @@ class TrainerDesk:
             device=self._device,
             micro_batch=self._micro_batch,
         )
-        return Beginning(configure, state.version, state.clock, view)
+        return Beginning(configure, state.version, state.clock, state.target_tokens, view)
 
     async def trainer_said(self, told: Told) -> None:
         telemetry = self._telemetry
@@ -241,25 +259,26 @@ class TrainerDesk:
     async def _pass_done(self, done: frames.PassDone) -> None:
         """Encoded, durable, then said to the rules."""
 
-        def finish() -> fact.Event:
+        def finish() -> DeltaHeader | None:
             delta = read_array(Path(done.delta), self._spec.model.params)
-            return fact.PassFinished(self._contributor.finish_pass(delta, done))
+            return self._contributor.finish_pass(delta, done)
 
         try:
-            event = await asyncio.to_thread(finish)
+            header = await asyncio.to_thread(finish)
         except PeerError:
             # Not finite or absurdly large: as algorithm.md 6 says, back to G with a clean slate.
-            async def current(params: Array) -> Array:
-                return params
-
-            state = self._state
             self._telemetry.say(
                 "trainer", "A pass ended in values that are not finite: back to the swarm's state."
             )
             self._put(fact.TrainerNotFinite())
             if self._supervisor is not None:
                 self._supervisor.pass_lost()
-            self.adopt(state.version, state.clock, current(state.params), reset=True)
+            self._order(_GoBack())
             return
-        self._put(event)
+        if header is None:
+            self._telemetry.say(
+                "trainer", "A pass is lost: the log knows more of this node's deltas than its own record did."
+            )
+            return
+        self._put(fact.PassFinished(header))
         self._telemetry.pass_sent()

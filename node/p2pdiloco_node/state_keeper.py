@@ -25,7 +25,7 @@ from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
 from p2pdiloco.ids import Digest, PeerId, digest_of, short
-from p2pdiloco.rules.state import RulesState
+from p2pdiloco.rules.state import RulesState, genesis_state
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire import codec
 from p2pdiloco.wire.log import OuterStep
@@ -50,6 +50,7 @@ class RestoredState:
     index: int
     version: int
     clock: int  # tokens
+    target_tokens: int  # of the run, as the log says
     roots: Roots
     rules: bytes
 
@@ -89,9 +90,14 @@ class DiskStateKeeper:
         self._saved_at = clock()
         self._save_s = 0.0
         roots = roots_of(self._state)
-        tokens = codec.decode(kept.rules, RulesState).clock if kept.rules else 0
+        rules = codec.decode(kept.rules, RulesState) if kept.rules else genesis_state(spec)
         self.restored = RestoredState(
-            kept.index, kept.version, tokens, Roots(roots.params, roots.momentum), kept.rules
+            kept.index,
+            kept.version,
+            rules.clock,
+            rules.target_tokens,
+            Roots(roots.params, roots.momentum),
+            kept.rules,
         )
 
     @property

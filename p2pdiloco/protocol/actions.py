@@ -158,6 +158,8 @@ class AdoptState(msgspec.Struct, frozen=True):
 
     version: int
     clock: int  # tokens, for the learning rate
+    target_tokens: int  # where the learning rate ends; the owner may have extended the run
+    last_sequence: int  # of the last own delta that the log knows: the next one is above it
     reset: bool
 
 

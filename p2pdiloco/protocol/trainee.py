@@ -11,6 +11,7 @@ from p2pdiloco.protocol.delivery import Delivery
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.full_round import latest_tokens
 from p2pdiloco.rules.outer_step import too_late
+from p2pdiloco.rules.state import last_sequence
 from p2pdiloco.wire.log import Content, OuterStep, OwnerEntry
 
 
@@ -65,7 +66,8 @@ class Trainee:
             )
         self._delivery.paused = rules.paused
         self._adopted = self._stands_on = rules.version
-        self._ctx.emit(AdoptState(rules.version, rules.clock, reset))
+        known = last_sequence(rules, self._ctx.me)
+        self._ctx.emit(AdoptState(rules.version, rules.clock, rules.target_tokens, known, reset))
         self._delivery.allow()
         if rules.version == 0 and not self._met_another:
             self._evaluate()  # version 0 has no contributors to choose from: who comes first does it

@@ -52,6 +52,7 @@ class Record(Struct, frozen=True):
     feedback: Count  # generation whose file holds e; 0: e is zero
     feedback_digest: Bytes32
     in_flight: Annotated[tuple[DeltaHeader, ...], Meta(max_length=limits.in_flight_max)]
+    emptied: Count = 0  # what is in flight up to this sequence has lost its content here (NOT_FINITE)
 
 
 class AnchorView(NamedTuple):
@@ -85,6 +86,8 @@ class DiskContributor:
         self._feedback = ErrorFeedback(spec.model.params, beta=spec.outer.error_feedback_beta)
         self._headers: dict[Digest, DeltaHeader] = {}
         self._record = Record(0, 0, 0, 0, bytes(32), ())
+        self._emptied = 0  # as in the record
+        self._overtaken = 0  # numbers that a pass on its way may carry although the log has used them
         self._load()
 
     @property
@@ -99,8 +102,28 @@ class DiskContributor:
         with self._lock:
             return self._record.cursor
 
-    def finish_pass(self, delta: Array, done: PassDone) -> DeltaHeader:
+    def go_on_after(self, sequence: int) -> None:
+        """The log knows own deltas up to `sequence`: later ones are numbered above it, durably.
+
+        This changes something only where this record was lost while the identity was kept, or the key moved
+        to a new folder. Every voter would answer DUPLICATE for as long as the old numbers are too low.
+
+        Raises: OperatorError.
+        """
+        with self._lock:
+            if sequence <= self._record.sequence:
+                return
+            log.warning(
+                "the log knows this node's deltas up to %d, its own record in %s only up to %d: it goes on "
+                "after the log's.", sequence, self._folder, self._record.sequence,
+            )  # fmt: skip
+            self._save(sequence, self._record.cursor, e_changed=False)
+            self._overtaken = sequence
+
+    def finish_pass(self, delta: Array, done: PassDone) -> DeltaHeader | None:
         """Encode a pseudo-gradient (params,) with error feedback; blob and record are durable on return.
+
+        None: the log overtook the number of this pass (`go_on_after`) while it was on its way; it is lost.
 
         Raises:
             PeerError: NOT_FINITE: the trainer went astray. The pass is lost, and nothing changed.
@@ -108,7 +131,10 @@ class DiskContributor:
         """
         spec = self._spec
         with self._lock:
+            if done.sequence <= self._overtaken:
+                return None
             assert done.sequence > self._record.sequence, f"delta {done.sequence} was made already"
+            assert len(self._headers) < limits.in_flight_max, "two deltas are in flight already"
             before = self._feedback.e
             sent = self._feedback.send(
                 delta, spec.outer.codec, spec.model.tensors, Origin(self._signer.peer_id, done.sequence)
@@ -156,11 +182,24 @@ class DiskContributor:
                 case Settled.REFUSED | Settled.TOO_LATE:
                     self._feedback.dropped(delta)
                 case Settled.NOT_FINITE:
-                    self._feedback.clear()
-                    self._headers.clear()
+                    self._empty()
                     e_changed = True
-            self._headers.pop(delta, None)
+            del self._headers[delta]
             self._save(self._record.sequence, self._record.cursor, e_changed=e_changed)
+
+    def go_back(self) -> None:
+        """After values that are not finite, theta <- anchor <- G: e and pending are cleared (algorithm.md 6).
+
+        What else is in flight stays there, is offered again and settled by the log as before; only its
+        content is no longer part of the anchor and never comes back into e.
+        """
+        with self._lock:
+            self._empty()
+            self._save(self._record.sequence, self._record.cursor, e_changed=True)
+
+    def _empty(self) -> None:
+        self._feedback.clear()
+        self._emptied = self._record.sequence
 
     def reset(self) -> None:
         """Absent beyond staleness_max: in flight, error feedback and pending cleared (algorithm.md 6)."""
@@ -183,7 +222,7 @@ class DiskContributor:
         with self._lock:
             pending = list(self._feedback.pending.values())
             sequence = self._record.sequence
-            steps = sum(h.steps for h in self._headers.values())
+            steps = sum(self._headers[delta].steps for delta in self._feedback.pending)
         # Outside the lock: pending arrays are never written to.
         anchor = params.copy()
         for decoded in pending:
@@ -199,7 +238,8 @@ class DiskContributor:
             e = np.ascontiguousarray(self._feedback.e, dtype="<f4").data.cast("B")
             self._write(self._folder / f"e.{generation}", e)
             feedback, digest = generation, digest_of(e)
-        record = Record(generation, sequence, cursor, feedback, digest, tuple(self._headers.values()))
+        headers = tuple(self._headers.values())
+        record = Record(generation, sequence, cursor, feedback, digest, headers, self._emptied)
         data = encode(record)
         self._write(self._folder / f"record.{generation}", digest_of(data) + data)
         previous, self._record = self._record, record
@@ -231,7 +271,7 @@ class DiskContributor:
             # Generations never go back, or an old file could be taken for a new one.
             self._record = Record(
                 found[0], record.sequence + skipped, record.cursor, record.feedback, record.feedback_digest,
-                record.in_flight,
+                record.in_flight, record.emptied,
             )  # fmt: skip
             return
         if found:
@@ -266,6 +306,8 @@ class DiskContributor:
             except (TransportError, PeerError) as error:
                 log.warning("the own delta %s is gone (%s); it is no longer in flight.", short(delta), error)
                 continue
-            self._feedback.pending[delta] = decoded
+            if header.sequence > record.emptied:
+                self._feedback.pending[delta] = decoded
             self._headers[delta] = header
+        self._emptied = record.emptied
         return record

@@ -45,8 +45,9 @@ class Adopt(Frame, frozen=True):
 
     version: int
     clock: int  # tokens merged, plus those of this node's deltas in flight: what the anchor has seen
+    target_tokens: int  # of the run, as the log says now: where the learning rate ends
     anchor: str  # file: G - sum(in_flight), for every own delta up to `sequence`
-    sequence: int  # own deltas above this one are not in the anchor yet
+    sequence: int  # own deltas above this one are not in the anchor yet; the next pass is above it too
     reset: bool  # theta <- anchor, progress discarded, moments warmed up
 
 

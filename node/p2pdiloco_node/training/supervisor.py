@@ -38,6 +38,7 @@ class Beginning(NamedTuple):
     configure: frames.Configure  # cursor from the contributor; sequence, exchange, moments are filled in here
     version: int
     clock: int  # tokens merged at that version
+    target_tokens: int  # of the run, as the log says
     view: AnchorView
 
 
@@ -101,9 +102,12 @@ class Supervisor:
 
     # What the daemon says.
 
-    async def adopt(self, version: int, clock: int, view: AnchorView, *, reset: bool = False) -> None:
+    async def adopt(
+        self, version: int, clock: int, target_tokens: int, view: AnchorView, *, reset: bool = False
+    ) -> None:
         """A new certified state. Call in order; with `reset`, after the contributor's reset."""
         self._adoptions += 1
+        self._last_sequence = max(self._last_sequence, view.sequence)
         if reset:
             self._moments_void = True
         if not self._configured:
@@ -114,7 +118,7 @@ class Supervisor:
         if not self._configured or self._life != life:
             path.unlink(missing_ok=True)
             return
-        self._send(self._adoption(version, clock, view, path, reset=reset))
+        self._send(_adoption(version, clock, target_tokens, view, path, reset=reset))
 
     def allow(self, allowed: int, known_sequence: int, why: str) -> None:
         """`allowed` more passes after `known_sequence`, the last own delta that the rules know of."""
@@ -228,7 +232,9 @@ class Supervisor:
                 threads=self._threads,
             )
         )
-        self._send(self._adoption(beginning.version, beginning.clock, view, path, reset=False))
+        self._send(
+            _adoption(beginning.version, beginning.clock, beginning.target_tokens, view, path, reset=False)
+        )
         if self._allow is not None:
             self._send(self._allow)
         if self._paused:
@@ -241,7 +247,7 @@ class Supervisor:
     async def _take(self, event: frames.Event) -> None:
         match event:
             case frames.PassDone():
-                self._last_sequence = event.sequence
+                self._last_sequence = max(self._last_sequence, event.sequence)
                 self._last_cursor = event.data_first + event.data_count
                 self._passes_unsaved += 1
                 await self._on_event(event)
@@ -261,11 +267,6 @@ class Supervisor:
             self._moments_void = False
             self._checkpoints.forget()
         return self._checkpoints.newest()
-
-    def _adoption(
-        self, version: int, clock: int, view: AnchorView, path: Path, *, reset: bool
-    ) -> frames.Adopt:
-        return frames.Adopt(version, clock + view.unmerged_tokens, str(path), view.sequence, reset)
 
     def _send(self, frame: frames.Command) -> None:
         process = self._process
@@ -289,6 +290,13 @@ class Supervisor:
 
     def _file(self, what: str) -> Path:
         return self._exchange / f"{what}-{next(self._files)}.f32"
+
+
+def _adoption(
+    version: int, clock: int, target_tokens: int, view: AnchorView, path: Path, *, reset: bool
+) -> frames.Adopt:
+    seen = clock + view.unmerged_tokens
+    return frames.Adopt(version, seen, target_tokens, str(path), view.sequence, reset)
 
 
 async def _keep_last(stream: asyncio.StreamReader, lines: deque[str]) -> None:

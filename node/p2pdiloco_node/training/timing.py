@@ -62,7 +62,7 @@ async def time_inner_steps(
             )
             anchor = Path(folder) / f"anchor-{number}.f32"
             write_array(anchor, params)
-            adopt = frames.Adopt(0, 0, str(anchor), sequence=0, reset=False)
+            adopt = frames.Adopt(0, 0, spec.target_tokens, str(anchor), sequence=0, reset=False)
             return group.create_task(_time_one(configure, adopt, begun, seconds, nice))
 
         try:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId
@@ -85,6 +87,7 @@ class Worker:
         self._pass: Pass | None = None  # None: nothing adopted yet
         self._version = 0
         self._clock_tokens = 0  # token clock that the anchor contains
+        self._target_tokens = spec.target_tokens  # until the log says otherwise
         self._sent: list[Sent] = []
         self._adopt: frames.Adopt | None = None
         self._asked: deque[frames.Evaluate] = deque()
@@ -136,10 +139,8 @@ class Worker:
             case frames.Adopt():
                 if self._adopt is not None:  # overtaken before it was used
                     Path(self._adopt.anchor).unlink(missing_ok=True)
-                    command = frames.Adopt(
-                        command.version, command.clock, command.anchor, command.sequence,
-                        reset=command.reset or self._adopt.reset,
-                    )  # fmt: skip
+                    reset = command.reset or self._adopt.reset
+                    command = msgspec.structs.replace(command, reset=reset)
                 self._adopt = command
                 self._waiting = self._waiting and not command.reset
             case frames.Allow():
@@ -177,7 +178,9 @@ class Worker:
             self.loop.start_from(anchor)
         else:
             self.loop.adopt(anchor, reset=adopt.reset)
-        self._version = adopt.version
+        self._version, self._target_tokens = adopt.version, adopt.target_tokens
+        # Numbers that the log knows already are not used again (an own record that was lost).
+        self._next_sequence = max(self._next_sequence, adopt.sequence + 1)
         self._clock_tokens = adopt.clock + sum(s.tokens for s in self._sent)
         if first or adopt.reset:
             self._begin_pass()
@@ -192,7 +195,7 @@ class Worker:
         batch = self._shards.read(self._order.places(self._cursor, inner.sequences_per_step))
         rate = learning_rate(
             inner, self._clock_tokens + current.steps * step_tokens,
-            target_tokens=self.spec.target_tokens, step_tokens=step_tokens,
+            target_tokens=self._target_tokens, step_tokens=step_tokens,
         )  # fmt: skip
         began = self._clock()
         loss = self.loop.step(batch, rate)

@@ -13,7 +13,7 @@ import pytest
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
-from p2pdiloco.protocol.actions import Settled
+from p2pdiloco.protocol.actions import AdoptState, Settled
 from p2pdiloco.wire.messages import DeltaHeader
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.ports import Array
@@ -38,15 +38,19 @@ class Kit:
         self.next_sequence = 7
         self.cursor = 0
         self.fails: PeerError | None = None
+        self.overtaken = False
+        self.target_tokens = 0
         telemetry = Telemetry("n", ME, RunId(bytes(32)), "r", role="node", pid=1, inner_steps=4)
         self.telemetry = telemetry
+        self.said: list[str] = []
+        telemetry.on_said = lambda _kind, text: self.said.append(text)
         spec: Any = type("Spec", (), {"model": type("Model", (), {"params": PARAMS})})
         self.desk = TrainerDesk(
             b"",
             spec,
             ME,
             self,
-            State(0, 0, np.zeros(PARAMS, np.float32)),
+            State(0, 0, 900, np.zeros(PARAMS, np.float32)),
             telemetry,
             put=self.events.append,  # type: ignore[arg-type]
             on_evaluated=self.evaluations.append,
@@ -62,19 +66,31 @@ class Kit:
     def reset(self) -> None:
         self.done.append("reset")
 
+    def go_back(self) -> None:
+        self.done.append("go back")
+
+    def go_on_after(self, sequence: int) -> None:
+        if sequence:
+            self.done.append(f"go on after {sequence}")
+
     def view(self, params: Array) -> AnchorView:
         self.done.append(f"view {params[0]:.0f}")
         return AnchorView(params, 6, 0)
 
-    def finish_pass(self, delta: Array, done: frames.PassDone) -> DeltaHeader:
+    def finish_pass(self, delta: Array, done: frames.PassDone) -> DeltaHeader | None:
         if self.fails is not None:
             raise self.fails
+        if self.overtaken:
+            return None
         self.done.append(f"durable {done.sequence}")
         return HEADER
 
     # Supervisor
-    async def adopt(self, version: int, clock: int, view: AnchorView, *, reset: bool = False) -> None:
+    async def adopt(
+        self, version: int, clock: int, target_tokens: int, view: AnchorView, *, reset: bool = False
+    ) -> None:
         self.done.append(f"adopt {version} {'reset' if reset else 'carry'}")
+        self.target_tokens = target_tokens
 
     def allow(self, allowed: int, known_sequence: int, why: str) -> None:
         self.done.append(f"allow {known_sequence}+{allowed}")
@@ -108,33 +124,59 @@ def soon(value: float) -> Awaitable[Array]:
 
 async def test_deltas_are_settled_before_the_state_that_contains_them_is_adopted(kit: Kit) -> None:
     kit.desk.settle(DELTA, Settled.LISTED)
-    kit.desk.adopt(1, 100, soon(1), reset=False)
+    kit.desk.adopt(AdoptState(1, 100, 1000, 0, False), soon(1))
     kit.desk.allow(2, "")
     await kit.carry_out()
     assert kit.done == ["settle LISTED", "view 1", "adopt 1 carry", "allow 6+2"]
 
 
 async def test_only_the_newest_state_is_handed_over_but_every_delta_is_settled(kit: Kit) -> None:
-    kit.desk.adopt(1, 100, soon(1), reset=False)
+    kit.desk.adopt(AdoptState(1, 100, 1000, 0, False), soon(1))
     kit.desk.settle(DELTA, Settled.LISTED)
-    kit.desk.adopt(2, 200, soon(2), reset=False)
+    kit.desk.adopt(AdoptState(2, 200, 1000, 0, False), soon(2))
     await kit.carry_out()
     assert kit.done == ["settle LISTED", "view 2", "adopt 2 carry"]
 
 
 async def test_a_reset_is_not_lost_with_an_adoption_that_was_overtaken(kit: Kit) -> None:
-    kit.desk.adopt(1, 100, soon(1), reset=True)
-    kit.desk.adopt(2, 200, soon(2), reset=False)
-    kit.desk.adopt(3, 300, soon(3), reset=False)
+    kit.desk.adopt(AdoptState(1, 100, 1000, 0, True), soon(1))
+    kit.desk.adopt(AdoptState(2, 200, 1000, 0, False), soon(2))
+    kit.desk.adopt(AdoptState(3, 300, 1000, 0, False), soon(3))
     await kit.carry_out()
     assert kit.done == ["reset", "view 3", "adopt 3 reset"]
 
 
-async def test_a_delta_refused_as_not_finite_resets_the_next_adoption(kit: Kit) -> None:
+async def test_a_delta_refused_as_not_finite_resets_the_trainer_at_once(kit: Kit) -> None:
+    """algorithm.md 6, row 3: not only when the next state comes, which may be long in coming."""
     kit.desk.settle(DELTA, Settled.NOT_FINITE)
-    kit.desk.adopt(1, 100, soon(1), reset=False)
     await kit.carry_out()
-    assert kit.done == ["settle NOT_FINITE", "reset", "view 1", "adopt 1 reset"]
+    assert kit.done == ["settle NOT_FINITE", "view 0", "adopt 0 reset"]
+    kit.desk.settle(DELTA, Settled.NOT_FINITE)
+    kit.desk.adopt(AdoptState(1, 100, 1000, 0, False), soon(1))
+    kit.done.clear()
+    await kit.carry_out()
+    assert kit.done == ["settle NOT_FINITE", "view 1", "adopt 1 reset"]
+
+
+async def test_the_log_knows_more_than_the_own_record(kit: Kit, tmp_path: Path) -> None:
+    """A lost `work/`: numbers go on after the log's, permissions too, and a pass on its way is given up."""
+    kit.desk.adopt(AdoptState(5, 100, 1000, 40, False), soon(1))
+    kit.desk.allow(2, "")
+    await kit.carry_out()
+    assert kit.done == ["go on after 40", "view 1", "adopt 5 carry", "allow 40+2"]
+    kit.overtaken = True
+    await kit.desk.trainer_said(passed(tmp_path))
+    assert kit.events == []
+    assert "lost" in kit.said[-1]
+
+
+async def test_the_learning_rate_ends_where_the_log_says(kit: Kit) -> None:
+    kit.desk.data_is_here([Path("a")], Path("e"))
+    assert (await kit.desk.begin()).target_tokens == 900
+    kit.desk.adopt(AdoptState(1, 100, 5000, 0, False), soon(1))
+    await kit.carry_out()
+    assert kit.target_tokens == 5000
+    assert (await kit.desk.begin()).target_tokens == 5000
 
 
 async def test_permission_counts_from_the_delta_that_the_rules_know(kit: Kit) -> None:
@@ -162,7 +204,7 @@ async def test_a_pass_that_cannot_be_encoded_goes_back_to_the_swarm_s_state(kit:
     await kit.desk.trainer_said(passed(tmp_path))
     await kit.carry_out()
     assert kit.events == [fact.TrainerNotFinite()]
-    assert kit.done == ["pass lost", "reset", "view 0", "adopt 0 reset"]
+    assert kit.done == ["pass lost", "go back", "view 0", "adopt 0 reset"]
 
 
 async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: Kit) -> None:
@@ -192,7 +234,7 @@ async def test_when_the_run_is_over_the_trainer_rests_after_what_was_ordered(kit
 
 async def test_a_fresh_trainer_waits_for_the_data_and_starts_from_the_newest_state(kit: Kit) -> None:
     beginning = asyncio.create_task(kit.desk.begin())
-    kit.desk.adopt(5, 500, soon(5), reset=False)
+    kit.desk.adopt(AdoptState(5, 500, 1000, 0, False), soon(5))
     await kit.carry_out()
     assert not beginning.done()
     kit.desk.data_is_here([Path("a")], Path("e"))

@@ -147,8 +147,8 @@ class Desk:
     def settle(self, delta: Digest, how: Settled) -> None:
         self._world.done.append(f"settle {how}")
 
-    def adopt(self, version: int, clock: int, params: Awaitable[Array], *, reset: bool) -> None:
-        self._world.done.append(f"adopt {version}")
+    def adopt(self, order: do.AdoptState, params: Awaitable[Array]) -> None:
+        self._world.done.append(f"adopt {order.version}")
 
     def allow(self, allowed: int, why: str) -> None:
         self._world.done.append(f"allow passes {allowed}")
@@ -280,7 +280,7 @@ async def test_the_state_lane_keeps_the_order_of_install_snapshot_and_adoption()
     actions: list[Action] = [
         do.InstallEntry(1, 1, None, b"", None),
         do.SettleDelta(DELTA, Settled.LISTED),
-        do.AdoptState(1, 100, False),
+        do.AdoptState(1, 100, 1000, 0, False),
         do.TakeSnapshot(1, 1),
     ]
     life = asyncio.create_task(live(world, actions, 1))
@@ -303,7 +303,9 @@ async def test_an_archive_keeps_what_the_rules_drop() -> None:
 
 async def test_a_witness_has_no_desk() -> None:
     world = World()
-    await live(world, [do.AdoptState(1, 1, False), do.AllowPasses(1, ""), do.RunEnded(3)], 0, desk=False)
+    await live(
+        world, [do.AdoptState(1, 1, 9, 0, False), do.AllowPasses(1, ""), do.RunEnded(3)], 0, desk=False
+    )
     assert world.done == ["run ended"]
 
 

@@ -8,7 +8,7 @@ from p2pdiloco.ids import NO_DIGEST
 from p2pdiloco.protocol.actions import Action, AdoptState, AllowPasses, EvaluateState, SettleDelta
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.protocol.trainee import Trainee
-from p2pdiloco.rules.state import after_owner
+from p2pdiloco.rules.state import after_owner, last_sequence
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import OwnerEntry
 
@@ -40,11 +40,18 @@ def adopt(p: Parts, t: Trainee) -> list[Action]:
     return p.drain()
 
 
+def adoption(p: Parts, *, reset: bool = False) -> AdoptState:
+    """Of the state that stands, as the rules say."""
+    rules = p.applied.rules
+    known = last_sequence(rules, p.ctx.me)
+    return AdoptState(rules.version, rules.clock, rules.target_tokens, known, reset)
+
+
 def test_each_newer_state_is_adopted_once() -> None:
     p, t = at(3, 2)
     t.started()
     assert take(p.drain(), AllowPasses) == [AllowPasses(2, "")]
-    assert take(adopt(p, t), AdoptState) == [AdoptState(3, p.applied.rules.clock, False)]
+    assert take(adopt(p, t), AdoptState) == [adoption(p)]
     assert adopt(p, t) == []
 
 
@@ -74,7 +81,7 @@ def test_absence_beyond_staleness_max_starts_afresh() -> None:
     assert not take(adopt(p, t), AdoptState)[0].reset  # k = 16 exactly
     p, t = at(rounds + 2, 0, senders=(C,), in_flight=(own,))
     actions = adopt(p, t)
-    assert take(actions, AdoptState) == [AdoptState(rounds + 2, p.applied.rules.clock, True)]
+    assert take(actions, AdoptState) == [adoption(p, reset=True)]
     assert p.delivery.in_flight == ()
     assert take(actions, SettleDelta) == []
     assert take(actions, AllowPasses)[-1].allowed == 2
@@ -83,7 +90,7 @@ def test_absence_beyond_staleness_max_starts_afresh() -> None:
 
 def test_a_short_absence_carries_the_work_over() -> None:
     p, t = at(10, 7)
-    assert take(adopt(p, t), AdoptState) == [AdoptState(10, p.applied.rules.clock, False)]
+    assert take(adopt(p, t), AdoptState) == [adoption(p)]
 
 
 def test_after_a_snapshot_the_state_is_given_again() -> None:
@@ -91,6 +98,18 @@ def test_after_a_snapshot_the_state_is_given_again() -> None:
     adopt(p, t)
     t.jumped()
     assert len(take(adopt(p, t), AdoptState)) == 1
+
+
+def test_an_adoption_tells_where_the_run_ends_and_what_the_log_knows_of_this_node() -> None:
+    """After `extend` the learning rate leaves its floor; own numbers go on after the log's."""
+    p, t = at(3, 0)
+    (order,) = take(adopt(p, t), AdoptState)
+    assert (order.target_tokens, order.last_sequence) == (RUN.spec.target_tokens, 3)
+    p, t = at(3, 0, who=B)
+    word = owner_word(RUN, "extend", value=10 * RUN.spec.target_tokens)
+    p.applied.rules = after_owner(p.applied.rules, word)
+    (order,) = take(adopt(p, t), AdoptState)
+    assert (order.target_tokens, order.last_sequence) == (10 * RUN.spec.target_tokens, 0)
 
 
 # Evaluation

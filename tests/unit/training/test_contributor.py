@@ -87,12 +87,18 @@ def done(sequence: int, first: int = 0) -> PassDone:
     )
 
 
+def finished(mine: DiskContributor, seed: int, sequence: int, first: int = 0) -> DeltaHeader:
+    header = mine.finish_pass(raw(seed), done(sequence, first))
+    assert header is not None
+    return header
+
+
 def test_a_finished_pass_is_a_signed_header_and_a_blob(disk: Disk) -> None:
     mine = disk.start()
     as_the_port_says: Contributor = mine
     assert as_the_port_says.in_flight() == []
     assert (mine.next_sequence, mine.cursor) == (1, 0)
-    header = mine.finish_pass(raw(1), done(1))
+    header = finished(mine, 1, 1)
     assert (header.sequence, header.steps, header.base_version) == (1, 4, 3)
     assert (header.data_first, header.data_count, header.codec) == (0, 4, "int4")
     blob = disk.store.blobs[Digest(header.delta)]
@@ -119,7 +125,7 @@ def same(a: DiskContributor, b: DiskContributor) -> bool:
 def test_a_restart_goes_on_exactly(disk: Disk) -> None:
     mine = disk.start()
     mine.finish_pass(raw(1), done(1))
-    second = mine.finish_pass(raw(2), done(2, 4))
+    second = finished(mine, 2, 2, 4)
     mine.settle(Digest(mine.in_flight()[0].delta), Settled.PASSED_OVER)
     again = disk.start()
     assert same(mine, again)
@@ -137,7 +143,7 @@ def test_a_crash_at_every_write_leaves_before_or_after(tmp_path: Path, how: Sett
         mine = disk.start()
         mine.finish_pass(raw(1), done(1))
         mine.settle(Digest(mine.in_flight()[0].delta), Settled.LISTED)
-        return disk, mine, mine.finish_pass(raw(2), done(2, 4))
+        return disk, mine, finished(mine, 2, 2, 4)
 
     def act(mine: DiskContributor, header: DeltaHeader) -> None:
         if how == "finish":
@@ -163,7 +169,7 @@ def test_a_crash_at_every_write_leaves_before_or_after(tmp_path: Path, how: Sett
             assert same(restarted, before)
             outcomes.add("old")
             # And it works on: the number is free, so the same pass can be made again.
-            assert restarted.finish_pass(raw(3), done(3, 8)).sequence == 3
+            assert finished(restarted, 3, 3, 8).sequence == 3
         else:
             assert same(disk.start(), after)
             outcomes.add("new")
@@ -181,7 +187,7 @@ def test_a_full_disk_loses_nothing_that_was_there(disk: Disk) -> None:
     np.testing.assert_array_equal(mine.anchor(G), anchor)
     np.testing.assert_array_equal(mine._feedback.e, e)
     disk.writes_left = 10**9
-    assert mine.finish_pass(raw(2), done(2, 4)).sequence == 2
+    assert finished(mine, 2, 2, 4).sequence == 2
 
 
 def test_not_finite_changes_nothing(disk: Disk) -> None:
@@ -228,7 +234,7 @@ def test_everything_sent_or_settled_or_kept_is_the_sum_of_the_deltas(disk: Disk)
 )
 def test_the_table_of_settling(disk: Disk, how: Settled, e_after: str) -> None:
     mine = disk.start()
-    header = mine.finish_pass(raw(1), done(1))
+    header = finished(mine, 1, 1)
     e = mine._feedback.e.copy()
     q = decode("int4", disk.store.read(Digest(header.delta)), TENSORS)
     mine.settle(Digest(header.delta), how)
@@ -238,9 +244,59 @@ def test_the_table_of_settling(disk: Disk, how: Settled, e_after: str) -> None:
     assert mine.in_flight() == []
 
 
+def test_an_own_record_that_was_lost_goes_on_after_the_log(disk: Disk) -> None:
+    """A lost `work/` or a key in a new folder: from sequence 1 on every voter would answer DUPLICATE."""
+    mine = disk.start()
+    mine.go_on_after(40)
+    assert mine.next_sequence == 41
+    again = disk.start()
+    assert again.next_sequence == 41  # durable: the next life needs no log for it
+    again.go_on_after(12)  # an older state says nothing new
+    assert finished(again, 2, 41).sequence == 41
+
+
+def test_a_pass_on_its_way_under_a_number_of_the_past_is_given_up(disk: Disk) -> None:
+    mine = disk.start()
+    mine.go_on_after(40)
+    assert mine.finish_pass(raw(1), done(1)) is None
+    assert (mine.in_flight(), mine.next_sequence, mine.cursor) == ([], 41, 0)
+    np.testing.assert_array_equal(mine._feedback.e, np.zeros(PARAMS))
+    finished(mine, 1, 41)
+    with pytest.raises(AssertionError, match="made already"):
+        mine.finish_pass(raw(2), done(41))
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_not_finite_leaves_the_other_delta_in_flight_without_its_content(disk: Disk, refused: bool) -> None:
+    """algorithm.md 6: theta <- anchor <- G, e and pending cleared; the log still settles the other one."""
+    mine = disk.start()
+    first, second = finished(mine, 1, 1), finished(mine, 2, 2, 4)
+    if refused:
+        mine.settle(Digest(first.delta), Settled.NOT_FINITE)
+    else:  # a third pass could not be encoded
+        mine.settle(Digest(first.delta), Settled.LISTED)
+        mine.go_back()
+    for life in (mine, disk.start()):
+        assert life.in_flight() == [second]
+        view = life.view(G)
+        np.testing.assert_array_equal(view.anchor, G)
+        assert (view.sequence, view.unmerged_tokens) == (2, 0)
+        np.testing.assert_array_equal(life._feedback.e, np.zeros(PARAMS))
+    # Later work counts as ever, and the emptied one brings nothing back.
+    again = disk.start()
+    third = finished(again, 3, 3, 8)
+    e = again._feedback.e.copy()
+    with pytest.raises(AssertionError, match="two deltas"):
+        again.finish_pass(raw(4), done(4, 12))
+    again.settle(Digest(second.delta), Settled.PASSED_OVER)
+    np.testing.assert_array_equal(again._feedback.e, e)
+    assert again.in_flight() == [third]
+    assert np.abs(disk.start().view(G).anchor - G).max() > 0
+
+
 def test_a_damaged_record_is_skipped_for_the_one_before(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     mine = disk.start()
-    first = mine.finish_pass(raw(1), done(1))
+    first = finished(mine, 1, 1)
     mine.finish_pass(raw(2), done(2, 4))
     newest = max(disk.folder.glob("record.*"), key=lambda p: int(p.suffix[1:]))
     newest.write_bytes(newest.read_bytes()[:-5])
@@ -268,7 +324,7 @@ def test_a_damaged_error_feedback_counts_as_a_damaged_record(disk: Disk) -> None
 def test_an_own_delta_whose_blob_is_gone_is_no_longer_in_flight(disk: Disk) -> None:
     mine = disk.start()
     mine.finish_pass(raw(1), done(1))
-    second = mine.finish_pass(raw(2), done(2, 4))
+    second = finished(mine, 2, 2, 4)
     del disk.store.blobs[Digest(mine.in_flight()[0].delta)]
     assert disk.start().in_flight() == [second]
 
@@ -276,7 +332,7 @@ def test_an_own_delta_whose_blob_is_gone_is_no_longer_in_flight(disk: Disk) -> N
 def test_the_folder_does_not_grow(disk: Disk) -> None:
     mine = disk.start()
     for sequence in range(1, 12):
-        mine.settle(Digest(mine.finish_pass(raw(sequence), done(sequence)).delta), Settled.LISTED)
+        mine.settle(Digest(finished(mine, sequence, sequence).delta), Settled.LISTED)
     assert len(list(disk.folder.iterdir())) <= 4
 
 

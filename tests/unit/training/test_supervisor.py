@@ -95,7 +95,7 @@ class Desk:
         version, view = self.version, self.view  # as it was when the answer was begun
         await self.state.wait()
         configure = frames.Configure(b"", b"", (), "", "", cursor=0, next_sequence=0)
-        return Beginning(configure, version, 1000, view)
+        return Beginning(configure, version, 1000, 7000, view)
 
     async def _hear(self, event: Told) -> None:
         async with self.news:
@@ -144,7 +144,7 @@ async def test_it_configures_and_adopts_once_there_is_a_state(tmp_path: Path) ->
         configure, adopt, allow, evaluate = desk.heard()
         assert configure.startswith("Configure")
         assert "next_sequence=6" in configure
-        assert adopt.startswith("Adopt(version=0, clock=1030,")
+        assert adopt.startswith("Adopt(version=0, clock=1030, target_tokens=7000,")
         assert "sequence=5, reset=False" in adopt
         assert allow.startswith("Allow(until_sequence=7")
         assert evaluate.startswith("Evaluate(version=4")
@@ -154,13 +154,15 @@ async def test_a_state_that_comes_while_it_begins_is_not_lost(tmp_path: Path) ->
     async with running(tmp_path) as desk:
         await desk.until(lambda: bool(desk.all(frames.Ready)))
         desk.version = 8
-        await desk.supervisor.adopt(8, 2000, desk.view)  # not configured: the beginning is asked for again
+        await desk.supervisor.adopt(
+            8, 2000, 7000, desk.view
+        )  # not configured: the beginning is asked for again
         desk.state.set()
         await desk.until(lambda: len(desk.heard("Adopt")) == 1)
         assert "version=8" in desk.heard("Adopt")[0]
-        await desk.supervisor.adopt(9, 3000, desk.view, reset=True)
+        await desk.supervisor.adopt(9, 3000, 8000, desk.view, reset=True)
         await desk.until(lambda: len(desk.heard("Adopt")) == 2)
-        assert desk.heard("Adopt")[1].startswith("Adopt(version=9, clock=3000")
+        assert desk.heard("Adopt")[1].startswith("Adopt(version=9, clock=3000, target_tokens=8000")
         assert "reset=True" in desk.heard("Adopt")[1]
     assert list((tmp_path / "exchange").iterdir()) == []
 
@@ -182,6 +184,21 @@ async def test_after_a_crash_it_starts_again_where_the_last_pass_ended(tmp_path:
         # The contributor may not have seen that pass yet; number and data are used all the same.
         assert "cursor=16, next_sequence=2" in again
         await desk.until(lambda: desk.heard()[-1].startswith("Allow(until_sequence=3"))
+
+
+async def test_numbers_that_the_log_knows_are_not_used_again_in_the_next_life(tmp_path: Path) -> None:
+    async with running(tmp_path) as desk:
+        desk.state.set()
+        await desk.until(lambda: bool(desk.heard("Adopt")))
+        await desk.supervisor.adopt(1, 0, 7000, desk.view._replace(sequence=40))
+        desk.supervisor.allow(1, 0, "pass")  # on its way with the number 1 when the trainer was told
+        await desk.until(lambda: bool(desk.all(frames.PassDone)))
+        desk.supervisor.allow(1, 0, "crash")
+        await desk.until(lambda: bool(desk.all(TrainerDown)))
+        desk.supervisor.allow(0, 0, "free")
+        desk.go_on.release()
+        await desk.until(lambda: len(desk.heard("Configure")) == 2)
+        assert "next_sequence=41" in desk.heard("Configure")[1]
 
 
 async def test_a_pass_that_became_no_delta_costs_no_permission(tmp_path: Path) -> None:
@@ -211,7 +228,7 @@ async def test_three_crashes_and_the_brake_holds(tmp_path: Path) -> None:
         assert desk.pauses == [1, 2, 600]
         assert desk.supervisor.pid is None
         # Nothing that is said meanwhile blocks or fails.
-        await desk.supervisor.adopt(3, 10, desk.view)
+        await desk.supervisor.adopt(3, 10, 7000, desk.view)
         desk.supervisor.pause()
         desk.supervisor.save_checkpoint()
 
@@ -299,7 +316,7 @@ async def test_a_reset_makes_old_moments_void(tmp_path: Path) -> None:
         path = desk.checkpoints.next_path()
         path.write_bytes(b"old")
         desk.checkpoints.commit(frames.Saved(str(path), 3, digest_of(b"old")))
-        await desk.supervisor.adopt(5, 0, desk.view, reset=True)
+        await desk.supervisor.adopt(5, 0, 7000, desk.view, reset=True)
         desk.state.set()
         await desk.until(lambda: bool(desk.heard("Configure")))
         assert "moments=''" in desk.heard("Configure")[0]

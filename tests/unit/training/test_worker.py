@@ -44,12 +44,19 @@ class Bench:
         self.worker.loop.step = timed  # type: ignore[method-assign]
 
     def adopt(
-        self, anchor: Floats, *, version: int = 0, clock: int = 0, sequence: int = 0, reset: bool = False
+        self,
+        anchor: Floats,
+        *,
+        version: int = 0,
+        clock: int = 0,
+        sequence: int = 0,
+        reset: bool = False,
+        target_tokens: int = 10**6,
     ) -> Path:
         self._files += 1
         path = self.tiny.folder / f"anchor-{self._files}.f32"
         write_array(path, anchor)
-        self.worker.obey(frames.Adopt(version, clock, str(path), sequence, reset))
+        self.worker.obey(frames.Adopt(version, clock, target_tokens, str(path), sequence, reset))
         return path
 
     def turn(self, times: int = 1) -> None:
@@ -213,6 +220,26 @@ def test_the_rate_follows_the_token_clock_and_own_unmerged_work(tiny: TinyModelR
     bench.adopt(tiny.params, version=1, clock=50_000 + 4 * step, sequence=1)
     bench.turn()
     assert round(bench.rates[-1] * 100_000) == 50_000 + 7 * step
+
+
+def test_after_an_extension_the_rate_leaves_its_floor(tiny: TinyModelRun) -> None:
+    inner = msgspec.structs.replace(tiny.spec.inner, lr=1.0, lr_min_share=0.1)
+    bench = Bench(tiny, spec=msgspec.structs.replace(tiny.spec, inner=inner))
+    bench.worker.obey(frames.Allow(9, ""))
+    bench.adopt(tiny.params, clock=2 * 10**6)
+    bench.turn()
+    assert bench.rates == [pytest.approx(0.1)]
+    bench.adopt(tiny.params, version=1, clock=2 * 10**6, target_tokens=4 * 10**6)
+    bench.turn()
+    assert bench.rates[-1] == pytest.approx(0.55, abs=0.01)  # half-way
+
+
+def test_numbers_that_the_log_knows_are_not_used_again(bench: Bench) -> None:
+    bench.turn(2)
+    bench.adopt(bench.tiny.params, version=9, sequence=40)
+    bench.worker.obey(frames.Allow(42, ""))
+    bench.turn(3)
+    assert [p.sequence for p in bench.all(frames.PassDone)] == [41]
 
 
 def test_not_finite_rolls_back_and_goes_on_behind_the_data(bench: Bench) -> None:
