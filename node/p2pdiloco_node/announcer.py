@@ -69,7 +69,7 @@ class Announcer:
         message = Announce(sealed_record, state, self._wall())
         for url in self._urls:
             try:
-                reply = await announce(self._session, url, await self._client.seal(message))
+                reply = await announce(self._session, url, await self._client.seal(message, self._witness))
             except Refused as error:
                 raise OperatorError(f"The tracker {url} refuses this node: {error}.", RUN) from None
             except TransportError as error:

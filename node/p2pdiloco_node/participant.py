@@ -31,7 +31,7 @@ from p2pdiloco.status.read_model import to_json
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import Opened
 from p2pdiloco.wire.log import Entry, OuterStep, open_body
-from p2pdiloco.wire.messages import DeltaHeader, DeltaReceipt, Heartbeat, PeerRecord, Peers
+from p2pdiloco.wire.messages import PASSED_ON, DeltaHeader, DeltaReceipt, Head, Heartbeat, PeerRecord, Peers
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import HostPort
@@ -134,6 +134,7 @@ class Participant:
         setting = self.setting
         self.server = server = Server(
             run=setting.run,
+            me=self.me,
             run_spec=setting.signed_spec,
             build=__version__,
             blobs=self.blobs,
@@ -336,7 +337,8 @@ class Participant:
     async def _on_message(self, opened: Opened, sealed: bytes, address: str) -> None:
         """Raises: PeerError, TransportError (busy)."""
         message = opened.message
-        self.telemetry.heard(opened.sender)
+        if type(message) not in PASSED_ON:  # anybody may have brought those
+            self.telemetry.heard(opened.sender)
         if self.takes_message(opened, sealed, address):
             return
         if isinstance(message, Peers):
@@ -370,16 +372,13 @@ class Participant:
         await self._failure
 
     async def _keep_head(self) -> None:
-        """A sealed heartbeat for those who ask for a recent head."""
+        """For those who ask for a recent head."""
         index = -1
         while True:
             node = self.node
             if node is not None and node.index != index:
                 index = node.index
-                beat = Heartbeat(
-                    index, node.log.head_at(index), node.term, node.leading, 0, (), willing=False
-                )
-                self._head = await self.client.seal(beat)
+                self._head = await self.client.seal(Head(index, node.log.head_at(index), node.term))
             await asyncio.sleep(self.setting.spec.committee.heartbeat_s)
 
     def _health(self) -> Mapping[str, object]:

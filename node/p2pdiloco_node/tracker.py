@@ -31,9 +31,9 @@ from p2pdiloco.rules.state import genesis_state, rules_digest
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.status import RunStatus, StatusBuilder, join_hint
 from p2pdiloco.wire.codec import encode
-from p2pdiloco.wire.envelope import Opened, open_envelope
+from p2pdiloco.wire.envelope import ANYBODY, Opened, open_envelope
 from p2pdiloco.wire.log import OuterStep, state_root
-from p2pdiloco.wire.messages import Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
+from p2pdiloco.wire.messages import PASSED_ON, Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import TrackerConfig, parse_address
@@ -225,7 +225,9 @@ class Tracker:
         message = opened.message
         if not isinstance(message, Announce):
             raise PeerError("MALFORMED", "an announce was expected")
-        record = await asyncio.to_thread(open_envelope, message.record, verify_ed25519, run=self._run)
+        record = await asyncio.to_thread(
+            open_envelope, message.record, verify_ed25519, run=self._run, me=ANYBODY
+        )
         node = self.participant.node
         committee = node.committee if node is not None else self._spec.committee.genesis
         reply = self.directory.announce(
@@ -254,7 +256,7 @@ class Tracker:
                 self._evaluation(opened, message)
             elif isinstance(message, Goodbye):
                 self.directory.goodbye(opened, now=time.monotonic())
-            else:
+            elif type(message) not in PASSED_ON:  # anybody may have brought those
                 self.builder.heard(opened.sender, when_unix=time.time())
                 if isinstance(message, DeltaHeader):
                     self._note_loss(message)

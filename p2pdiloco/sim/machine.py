@@ -20,7 +20,7 @@ from p2pdiloco.sim.brain import Brain
 from p2pdiloco.sim.disk import Disk, DiskFull, StateFiles
 from p2pdiloco.sim.orders import PERFORM
 from p2pdiloco.sim.trainer import Trainer
-from p2pdiloco.wire.envelope import open_envelope, seal
+from p2pdiloco.wire.envelope import ANYBODY, open_envelope, receiver_of, seal
 from p2pdiloco.wire.log import OuterStep, open_body
 from p2pdiloco.wire.messages import DeltaHeader, Message, PeerRecord, Peers
 from p2pdiloco.wire.signing import Signer
@@ -256,19 +256,22 @@ class Machine:
 
     # Envelopes
 
-    def seal(self, message: Message) -> bytes:
+    def seal(self, message: Message, peer: PeerId) -> bytes:
         self._n += 1
-        return seal(message, self.signer, run=self.world.run.run, epoch=0, boot=self.boot, n=self._n)
+        return seal(
+            message, self.signer, run=self.world.run.run, epoch=0, boot=self.boot, n=self._n,
+            to=receiver_of(message, peer),
+        )  # fmt: skip
 
     def own_record(self) -> bytes:
         """What this machine announces to the tracker."""
-        return self.seal(PeerRecord(("127.0.0.1",), 1, self.name, self.role, self.boot))
+        return self.seal(PeerRecord(("127.0.0.1",), 1, self.name, self.role, self.boot), ANYBODY)
 
     def receive(self, sender: PeerId, key: bytes, boot: int, message: Message, sealed: bytes) -> None:
         """What a transport does with a message: open it, then hand it on."""
         world = self.world
         if world.real_keys:
-            opened = open_envelope(sealed, world.verify, run=world.run.run)
+            opened = open_envelope(sealed, world.verify, run=world.run.run, me=self.id)
             sender, key, boot, message = opened.sender, opened.key, opened.boot, opened.message
         if isinstance(message, Peers):
             self.receive_records(message.records)
@@ -279,7 +282,7 @@ class Machine:
         """Peer records passed on: each is opened as if its owner had sent it."""
         for record in records:
             try:
-                opened = open_envelope(record, self.world.verify, run=self.world.run.run)
+                opened = open_envelope(record, self.world.verify, run=self.world.run.run, me=self.id)
             except PeerError:
                 continue
             if opened.sender != self.id and isinstance(opened.message, PeerRecord):

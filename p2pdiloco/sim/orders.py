@@ -48,7 +48,7 @@ def send(m: Machine, action: do.Send) -> None:
         return
     sealed = b""
     if world.real_keys or isinstance(message, _TRAVELS_SEALED):
-        sealed = m.seal(message)
+        sealed = m.seal(message, peer)
     source, key, boot = m.id, m.signer.public_key, m.boot
 
     def deliver() -> None:

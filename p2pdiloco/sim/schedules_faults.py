@@ -260,7 +260,7 @@ def replayed_headers(stage: Stage) -> None:
         for machine, order in captured[-400:]:
             target = stage.machine(order.peer)
             if target.up:
-                sealed = machine.seal(order.message)
+                sealed = machine.seal(order.message, order.peer)
                 event = fact.MessageReceived(
                     machine.id, machine.signer.public_key, machine.boot, order.message, sealed
                 )

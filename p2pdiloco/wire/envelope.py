@@ -1,7 +1,8 @@
-"""Envelopes: who says what, in which run, signed over the bytes as sent (protocol.md 2).
+"""Envelopes: who says what to whom, in which run, signed over the bytes as sent (protocol.md 2).
 
-Layout: MessagePack array (version, kind, run, epoch, key, boot, n, payload), then 64 bytes of signature
-over a domain tag and exactly those bytes. Opening verifies what came, never a re-encoding; it also
+Layout: MessagePack array (version, kind, run, epoch, to, key, boot, n, payload), then 64 bytes of signature
+over a domain tag and exactly those bytes. The receiver is signed as well: otherwise what B said to S could be
+shown to W, as if B had said it there. Opening verifies what came, never a re-encoding; it also
 verifies every signature inside (proposal, ack, certificate, last ack, owner's word is left to the log),
 so that nothing unverified reaches the rules. It costs about 0.1 ms a signature: call it off the loop.
 """
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
-from p2pdiloco.ids import Digest, PeerId, RunId, peer_id_of
+from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, peer_id_of
 from p2pdiloco.wire.codec import Struct, decode, encode
 from p2pdiloco.wire.log import (
     Body,
@@ -28,7 +29,7 @@ from p2pdiloco.wire.log import (
     body_digest,
     open_body,
 )
-from p2pdiloco.wire.messages import KINDS, Ack, DeltaHeader, Entries, Message, Proposal, Vote
+from p2pdiloco.wire.messages import KINDS, PASSED_ON, Ack, DeltaHeader, Entries, Message, Proposal, Vote
 from p2pdiloco.wire.signing import (
     SIGNATURE_BYTES,
     Signer,
@@ -40,6 +41,7 @@ from p2pdiloco.wire.signing import (
 
 PROTOCOL_VERSION = 1
 DOMAIN = b"p2pdiloco/v1/envelope\0"
+ANYBODY = PeerId(NO_DIGEST)  # the receiver of what is meant to be passed on
 
 
 class Signed(Struct, frozen=True):
@@ -49,6 +51,7 @@ class Signed(Struct, frozen=True):
     kind: Annotated[str, Meta(max_length=32)]
     run: Bytes32
     epoch: Count
+    to: Bytes32  # the receiver's PeerId; zeros: anybody, for the kinds in PASSED_ON alone
     key: Bytes32
     boot: Count  # the sender's starts, to tell a restored disk from an honest one
     n: Count  # the sender's messages since its start
@@ -66,18 +69,30 @@ class Opened(NamedTuple):
     message: Message
 
 
-def seal(message: Message, signer: Signer, *, run: RunId, epoch: int, boot: int, n: int) -> bytes:
-    """Sign a message: the bytes that travel."""
-    kind = type(message).__name__
-    signed = encode(Signed(PROTOCOL_VERSION, kind, run, epoch, signer.public_key, boot, n, encode(message)))
+def receiver_of(message: Message, peer: PeerId) -> PeerId:
+    """Whom an envelope to `peer` names: `peer`, or ANYBODY for what is meant to be passed on."""
+    return ANYBODY if type(message) in PASSED_ON else peer
+
+
+def seal(
+    message: Message, signer: Signer, *, run: RunId, epoch: int, boot: int, n: int, to: PeerId = ANYBODY
+) -> bytes:
+    """Sign a message: the bytes that travel. `to`: the receiver, needed for all kinds but PASSED_ON."""
+    kind = type(message)
+    assert (to == ANYBODY) == (kind in PASSED_ON), f"{kind.__name__} to {to.hex()}"
+    signed = encode(
+        Signed(
+            PROTOCOL_VERSION, kind.__name__, run, epoch, to, signer.public_key, boot, n, encode(message)
+        )
+    )  # fmt: skip
     return signed + signer.sign(DOMAIN + signed)
 
 
-def open_envelope(data: bytes, verify: Verify, *, run: RunId, epoch: int = 0) -> Opened:
-    """Open untrusted bytes.
+def open_envelope(data: bytes, verify: Verify, *, run: RunId, me: PeerId, epoch: int = 0) -> Opened:
+    """Open untrusted bytes. `me`: who opens; ANYBODY: only what is meant to be passed on opens.
 
     Raises:
-        PeerError: TOO_BIG, MALFORMED, WRONG_VERSION, WRONG_RUN, WRONG_EPOCH, BAD_SIGNATURE.
+        PeerError: TOO_BIG, MALFORMED, WRONG_VERSION, WRONG_RUN, WRONG_EPOCH, WRONG_RECEIVER, BAD_SIGNATURE.
     """
     if len(data) > limits.message_bytes_max + 1024:
         raise PeerError("TOO_BIG", f"{len(data)} bytes")
@@ -99,6 +114,11 @@ def open_envelope(data: bytes, verify: Verify, *, run: RunId, epoch: int = 0) ->
     kind = KINDS.get(signed.kind)
     if kind is None:
         raise PeerError("MALFORMED", f"unknown kind {signed.kind!r}")
+    anybody = signed.to == ANYBODY
+    if anybody != (kind in PASSED_ON) or not (anybody or signed.to == me):
+        raise PeerError(
+            "WRONG_RECEIVER", f"a {signed.kind} to {'anybody' if anybody else signed.to.hex()[:8]}"
+        )
     if not verify(signed.key, signature, DOMAIN + raw):
         raise PeerError("BAD_SIGNATURE", signed.kind)
     message = decode(signed.payload, kind)

@@ -80,6 +80,16 @@ class Heartbeat(Struct, frozen=True):
     willing: bool  # may be given a seat
 
 
+class Head(Struct, frozen=True):
+    """The newest entry that the sender has applied, for anybody who asks; no message of the protocol: the
+    rules ignore it, so whoever passes it on makes nobody look alive, and takes no seat from anybody.
+    """
+
+    index: Count  # certified and applied
+    head: Bytes32  # body digest at that index
+    term: Count  # own term; 0 for those who do not vote
+
+
 class Proposal(Struct, frozen=True):
     term: Count
     body: Annotated[bytes, Meta(max_length=limits.body_bytes_max)]
@@ -231,6 +241,7 @@ Message = (
     | DeltaReceipt
     | Have
     | Heartbeat
+    | Head
     | Proposal
     | Ack
     | PreVote
@@ -252,3 +263,5 @@ Message = (
 )
 
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
+# Said to anybody, and meant to be passed on; every other kind names its receiver (wire/envelope.py).
+PASSED_ON: frozenset[type[Message]] = frozenset({PeerRecord, Head})

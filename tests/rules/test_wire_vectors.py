@@ -25,6 +25,7 @@ from p2pdiloco.wire import envelope, log, signing
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.messages import KINDS, Heartbeat
 
+RECEIVER = peer_id_of(bytes(32))
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "wire.json"
 WRONG = (
     "the encoding of {} changed, so the protocol version must change: nodes of the old build would "
@@ -88,7 +89,9 @@ def make_vectors() -> dict[str, Any]:
         "messages": {name: encode(example(cls)).hex() for name, cls in sorted(KINDS.items())},
         "log": {name: encode(example(cls)).hex() for name, cls in LOG_THINGS.items()},
         "signed": {
-            "envelope": envelope.seal(example(Heartbeat), signer, run=RunId(run), epoch=1, boot=2, n=3).hex(),
+            "envelope": envelope.seal(
+                example(Heartbeat), signer, run=RunId(run), epoch=1, boot=2, n=3, to=RECEIVER
+            ).hex(),
             "ack": signing.ack_statement(RunId(run), 1, committee, 2, 3, body, last=True).hex(),
             "proposal": signing.proposal_statement(RunId(run), 1, committee, 2, 3, body, last=False).hex(),
             "delta": signing.delta_statement(RunId(run), body, 0, 1, 2, 3).hex(),
@@ -140,6 +143,7 @@ def test_the_kept_envelope_opens(kept: dict[str, Any]) -> None:
         bytes.fromhex(kept["signed"]["envelope"]),
         signing.verify_ed25519,
         run=RunId(tagged_digest("test", bytes([0]))),
+        me=RECEIVER,
         epoch=1,
     )
     assert opened.message == example(Heartbeat)

@@ -14,7 +14,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.wire.codec import Struct, decode, encode
-from p2pdiloco.wire.envelope import open_envelope
+from p2pdiloco.wire.envelope import ANYBODY, open_envelope
 from p2pdiloco.wire.messages import PeerRecord
 from p2pdiloco.wire.signing import Verify
 from p2pdiloco_node.storage.files import Files, make_folder, read_at_most, replace_file
@@ -63,7 +63,7 @@ class DiskAddressBook:
         """
         if len(sealed) > RECORD_BYTES_MAX:
             raise PeerError("TOO_BIG", f"a peer record of {len(sealed)} bytes")
-        opened = open_envelope(sealed, self._verify, run=self._run)
+        opened = open_envelope(sealed, self._verify, run=self._run, me=ANYBODY)
         record = opened.message
         if not isinstance(record, PeerRecord):
             raise PeerError("MALFORMED", "not a peer record")

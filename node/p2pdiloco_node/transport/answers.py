@@ -37,14 +37,15 @@ STATUS: Mapping[str, int] = {
     "TOO_BIG": 413,
     "TOO_SLOW": 408,
     "WRONG_DIGEST": 422,
+    "WRONG_RECEIVER": 421,
     "WRONG_RUN": 403,
     "WRONG_SIZE": 409,
     "WRONG_VERSION": 426,
 }
-# Slips of an honest peer: a race, another run, an older build. No strike.
+# Slips of an honest peer: a race, another run, an older build, an address that changed hands. No strike.
 HARMLESS = frozenset(
     {"BAD_OFFSET", "BANNED", "BUSY", "NOT_ALLOWED", "NOT_HERE", "RATE_LIMITED", "REPLAYED", "WRONG_RUN"}
-    | {"WRONG_VERSION"}
+    | {"WRONG_RECEIVER", "WRONG_VERSION"}
 )
 
 

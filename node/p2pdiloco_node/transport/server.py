@@ -53,13 +53,14 @@ class Server:
     """
 
     run: RunId
+    me: PeerId
     run_spec: bytes  # signed, as the owner made it
     build: str  # this program's version
     blobs: BlobStore
     verify: Verify
     on_message: OnMessage
     on_delta: OnDelta
-    head: Callable[[], bytes | None]  # a sealed Heartbeat: the newest certified index
+    head: Callable[[], bytes | None]  # a sealed Head
     health: Callable[[], Mapping[str, object]]
     donors: Donors = lambda _digest: ()
     clock: Clock = monotonic
@@ -144,7 +145,7 @@ class Server:
         if kind in HEAVY_KINDS and not self._rates.allow((address, kind), HEAVY_ADDRESS_RATE):
             raise PeerError("RATE_LIMITED", f"too many messages of kind {kind} from this address")
         opened = await asyncio.get_running_loop().run_in_executor(
-            self._openers, partial(open_envelope, sealed, self.verify, run=self.run)
+            self._openers, partial(open_envelope, sealed, self.verify, run=self.run, me=self.me)
         )
         if self.strikes.refused_for_s(opened.sender) > 0:
             raise PeerError("BANNED", "too many faults of this peer")

@@ -131,6 +131,15 @@ def test_an_entry_of_others_is_durable_before_the_next_ack() -> None:
 # Messages
 
 
+def test_a_head_that_anybody_may_pass_on_changes_nothing() -> None:
+    """Served to whoever asks: as a heartbeat it would say that its sender wants no seat, and fetch entries."""
+    node = leader()
+    before = node.node.deadline()
+    assert node.hear(B, msg.Head(2**62, bytes(32), 2**62), boot=9) == []
+    assert (node.node.deadline(), node.node.term, node.node.leading) == (before, 2, True)
+    assert sent(node.hear(B, heartbeat(), boot=1), msg.Heartbeat) == [], "boot 9 was not believed"
+
+
 def test_a_bad_message_never_gets_further() -> None:
     """L4 and others: said, and nothing else happens."""
     node = Driven(RUN, A)

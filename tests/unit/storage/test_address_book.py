@@ -62,7 +62,7 @@ def test_the_higher_issue_holds(tmp_path: Path) -> None:
 
 def test_what_is_not_a_record_of_this_run_is_refused(tmp_path: Path) -> None:
     peers = book(tmp_path / "peers")
-    goodbye = seal(Goodbye("bye"), signer(1), run=RUN, epoch=0, boot=1, n=1)
+    goodbye = seal(Goodbye("bye"), signer(1), run=RUN, epoch=0, boot=1, n=1, to=signer(2).peer_id)
     forged = bytearray(sealed(1))
     forged[-1] ^= 1
     for data in (b"", b"x" * 100, sealed(1, run=RunId(b"1" * 32)), goodbye, bytes(forged), sealed(1) * 5):

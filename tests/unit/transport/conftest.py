@@ -44,6 +44,7 @@ class End:
         self.full = False
         self.server = Server(
             run=RUN,
+            me=self.peer,
             run_spec=b"spec",
             build="1",
             blobs=self.blobs,
@@ -80,8 +81,10 @@ class End:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.listener.port}"
 
-    def knows(self, signer: Ed25519Signer, port: int, hosts: tuple[str, ...] = ("127.0.0.1",)) -> None:
-        record = PeerRecord(hosts, port, "peer", "node", 1)
+    def knows(
+        self, signer: Ed25519Signer, port: int, hosts: tuple[str, ...] = ("127.0.0.1",), issued: int = 1
+    ) -> None:
+        record = PeerRecord(hosts, port, "peer", "node", issued)
         assert self.book.remember(seal(record, signer, run=RUN, epoch=0, boot=1, n=1)) is not None
 
     async def __aenter__(self) -> Self:

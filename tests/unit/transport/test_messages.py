@@ -11,17 +11,18 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
-from p2pdiloco.ids import RunId
+from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.wire.envelope import Opened, seal
-from p2pdiloco.wire.messages import Goodbye, Have, Heartbeat
+from p2pdiloco.wire.messages import Goodbye, Have, PeerRecord
 from p2pdiloco.wire.signing import Ed25519Signer
 
 RUN = RunId(b"r" * 32)
 KEY = Ed25519Signer(b"k" * 32)
+ONE, TWO = (Ed25519Signer(n.to_bytes(32, "big")).peer_id for n in (1, 2))  # the first two ends
 
 
-def sealed(n: int = 1, *, run: RunId = RUN, boot: int = 1, text: str = "bye") -> bytes:
-    return seal(Goodbye(text), KEY, run=run, epoch=0, boot=boot, n=n)
+def sealed(n: int = 1, *, run: RunId = RUN, boot: int = 1, text: str = "bye", to: PeerId = ONE) -> bytes:
+    return seal(Goodbye(text), KEY, run=run, epoch=0, boot=boot, n=n, to=to)
 
 
 async def test_messages_arrive_in_order_and_are_counted(ends: Any) -> None:
@@ -80,10 +81,34 @@ async def test_who_cannot_be_reached_is_said(ends: Any) -> None:
 
 async def test_the_next_host_is_tried(ends: Any) -> None:
     one, two = await ends(2)
-    three = Ed25519Signer(b"3" * 32)
-    one.knows(three, two.listener.port, hosts=("127.0.0.9", "127.0.0.1"))
-    await one.client.send(three.peer_id, Goodbye("x"))
+    one.knows(two.signer, two.listener.port, hosts=("127.0.0.9", "127.0.0.1"), issued=2)
+    await one.client.send(two.peer, Goodbye("x"))
     assert (await two.got.get())[0].message == Goodbye("x")
+
+
+async def test_what_was_said_to_another_is_refused_and_is_nobody_s_fault(
+    ends: Any, http: aiohttp.ClientSession
+) -> None:
+    """What B sealed for S, posted to W by S or by anybody."""
+    one, two = await ends(2)
+    for body in (sealed(to=TWO), sealed(n=2, to=PeerId(b"x" * 32))):
+        async with http.post(f"{one.url}/v1/messages", data=body) as answer:
+            assert (answer.status, (await answer.json())["reason"]) == (421, "WRONG_RECEIVER")
+    assert one.got.empty()
+    assert one.server.strikes.listed() == {}
+    async with http.post(f"{two.url}/v1/messages", data=sealed(to=TWO)) as answer:
+        assert answer.status == 202
+
+
+async def test_another_peer_at_the_address_is_passed_by(ends: Any) -> None:
+    """A port that changed hands: the message goes to the next address, or is reported as not sent."""
+    one, two, three = await ends(3)
+    three.listener.port = two.listener.port
+    one.knows(three.signer, two.listener.port, issued=2)
+    await one.client.send(three.peer, Goodbye("x"))
+    await one.client.drain(2)
+    assert two.got.empty()
+    assert [peer for peer, why in one.lost if "is not peer" in why] == [three.peer]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +203,7 @@ async def test_rates_are_bounded_before_and_after_signatures(ends: Any, http: ai
                 assert float(answer.headers["Retry-After"]) > 0
     assert statuses == [202] * limits.messages_per_peer_burst + [429] * 20
     other = Ed25519Signer(b"o" * 32)
-    beat = seal(Heartbeat(0, bytes(32), 0, False, 0, (), False), other, run=RUN, epoch=0, boot=1, n=1)
+    beat = seal(Have(()), other, run=RUN, epoch=0, boot=1, n=1, to=ONE)
     async with http.post(f"{one.url}/v1/messages", data=beat) as answer:
         assert answer.status == 202
     now[0] += 1
@@ -225,13 +250,16 @@ async def test_a_full_queue_of_events_is_503_and_not_held_against_anybody(ends: 
     assert two.server.strikes.listed() == {}
 
 
-async def test_one_signature_for_one_message_to_many(ends: Any) -> None:
+async def test_what_is_for_anybody_is_signed_once_and_the_rest_for_its_receiver(ends: Any) -> None:
     one, two, three = await ends(3)
-    message = Have((bytes(32),))
-    await one.client.send(two.peer, message)
-    first = await two.got.get()
-    await one.client.send(three.peer, message)
-    assert (await three.got.get())[1] == first[1]
+    for message, same in (
+        (PeerRecord(("127.0.0.1",), 1, "one", "node", 1), True),
+        (Have((bytes(32),)), False),
+    ):
+        await one.client.send(two.peer, message)
+        first = await two.got.get()
+        await one.client.send(three.peer, message)
+        assert ((await three.got.get())[1] == first[1]) is same
 
 
 async def test_a_fault_of_ours_is_500_and_the_server_lives(

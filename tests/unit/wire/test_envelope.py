@@ -15,7 +15,7 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, digest_of
 from p2pdiloco.wire import envelope
 from p2pdiloco.wire.codec import decode, encode
-from p2pdiloco.wire.envelope import Signed, kind_of, open_envelope, seal
+from p2pdiloco.wire.envelope import ANYBODY, Signed, kind_of, open_envelope, receiver_of, seal
 from p2pdiloco.wire.log import (
     AckSignature,
     Body,
@@ -31,9 +31,11 @@ from p2pdiloco.wire.log import (
 )
 from p2pdiloco.wire.messages import (
     KINDS,
+    PASSED_ON,
     Ack,
     DeltaHeader,
     Entries,
+    Head,
     LastAck,
     Message,
     NewerTerm,
@@ -53,18 +55,20 @@ from .examples import values_of
 RUN = RunId(digest_of(b"a run"))
 ME = Ed25519Signer(bytes([7]) * 32)
 OTHER = Ed25519Signer(bytes([8]) * 32)
+YOU = Ed25519Signer(bytes([9]) * 32).peer_id
 COMMITTEE = Digest(digest_of(b"committee"))
 INSIDE = (Ack, DeltaHeader, Entries, Proposal, Vote)  # kinds with signatures inside
 WORDS = [kind for kind in KINDS.values() if kind not in INSIDE]
 
 
 def sealed(message: Message, **changes: Any) -> bytes:
-    return seal(message, ME, **{"run": RUN, "epoch": 0, "boot": 3, "n": 5, **changes})
+    to = receiver_of(message, YOU)
+    return seal(message, ME, **{"run": RUN, "epoch": 0, "boot": 3, "n": 5, "to": to, **changes})
 
 
 def refused(data: bytes, reason: str) -> None:
     with pytest.raises(PeerError) as error:
-        open_envelope(data, verify_ed25519, run=RUN)
+        open_envelope(data, verify_ed25519, run=RUN, me=YOU)
     assert error.value.reason == reason
 
 
@@ -76,7 +80,7 @@ def resigned(data: bytes, **changes: Any) -> bytes:
 
 
 def test_an_envelope_says_who_and_what() -> None:
-    opened = open_envelope(sealed(NewerTerm(9)), verify_ed25519, run=RUN)
+    opened = open_envelope(sealed(NewerTerm(9)), verify_ed25519, run=RUN, me=YOU)
     assert opened == (ME.peer_id, ME.public_key, 3, 5, 0, NewerTerm(9))
     assert kind_of(sealed(NewerTerm(9))) == "NewerTerm"
 
@@ -86,7 +90,7 @@ def test_an_envelope_says_who_and_what() -> None:
 @given(data=st.data())
 def test_every_kind_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject) -> None:
     message = data.draw(values_of(kind))
-    assert open_envelope(sealed(message), verify_ed25519, run=RUN).message == message
+    assert open_envelope(sealed(message), verify_ed25519, run=RUN, me=YOU).message == message
 
 
 @pytest.mark.parametrize("kind", INSIDE, ids=lambda k: k.__name__)
@@ -95,7 +99,7 @@ def test_every_kind_comes_out_as_it_went_in(kind: type[Any], data: st.DataObject
 def test_a_made_up_signature_inside_is_refused(kind: type[Any], data: st.DataObject) -> None:
     message, reason = data.draw(values_of(kind)), ""
     try:
-        open_envelope(sealed(message), verify_ed25519, run=RUN)
+        open_envelope(sealed(message), verify_ed25519, run=RUN, me=YOU)
     except PeerError as error:
         reason = error.reason
     nothing_inside = getattr(message, "entries", 1) == () or getattr(message, "last_ack", 1) is None
@@ -109,16 +113,17 @@ def test_a_made_up_signature_inside_is_refused(kind: type[Any], data: st.DataObj
 @example(b"\x91" * 200)
 def test_arbitrary_bytes_raise_nothing_but_a_peer_error(data: bytes) -> None:
     with pytest.raises(PeerError):
-        open_envelope(data, verify_ed25519, run=RUN)
+        open_envelope(data, verify_ed25519, run=RUN, me=YOU)
     assert isinstance(kind_of(data), str)
 
 
 @settings(max_examples=60, deadline=None)
 @given(payload=st.binary(max_size=200), kind=st.sampled_from([*KINDS, "Nothing", ""]))
 def test_a_signed_payload_of_rubbish_is_malformed(payload: bytes, kind: str) -> None:
-    data, reason = resigned(sealed(NewerTerm(1)), payload=payload, kind=kind), ""
+    to = ANYBODY if KINDS.get(kind) in PASSED_ON else YOU
+    data, reason = resigned(sealed(NewerTerm(1)), payload=payload, kind=kind, to=to), ""
     try:
-        open_envelope(data, verify_ed25519, run=RUN)
+        open_envelope(data, verify_ed25519, run=RUN, me=YOU)
     except PeerError as error:
         reason = error.reason
     assert reason in ("MALFORMED", "BAD_SIGNATURE") or encode(decode(payload, KINDS[kind]))
@@ -129,7 +134,7 @@ def test_a_flipped_bit_is_refused(place: int) -> None:
     raw = bytearray(sealed(NewerTerm(9)))
     raw[place // 8] ^= 1 << place % 8
     with pytest.raises(PeerError):
-        open_envelope(bytes(raw), verify_ed25519, run=RUN)
+        open_envelope(bytes(raw), verify_ed25519, run=RUN, me=YOU)
 
 
 def test_truncated_and_lengthened() -> None:
@@ -144,13 +149,37 @@ def test_another_run_version_or_epoch() -> None:
     refused(sealed(NewerTerm(9), run=RunId(digest_of(b"another"))), "WRONG_RUN")
     refused(resigned(sealed(NewerTerm(9)), version=2), "WRONG_VERSION")
     refused(sealed(NewerTerm(9), epoch=1), "WRONG_EPOCH")
-    opened = open_envelope(sealed(NewerTerm(9), epoch=1), verify_ed25519, run=RUN, epoch=1)
+    opened = open_envelope(sealed(NewerTerm(9), epoch=1), verify_ed25519, run=RUN, me=YOU, epoch=1)
     assert opened.epoch == 1
+
+
+HEAD = Head(3, bytes(32), 4)
+
+
+def test_what_was_said_to_one_peer_opens_at_no_other() -> None:
+    """B's heartbeat or vote to S, posted by S to W, would speak there for B."""
+    beat = sealed(NewerTerm(9))
+    for me in (OTHER.peer_id, ANYBODY):
+        with pytest.raises(PeerError, match="WRONG_RECEIVER"):
+            open_envelope(beat, verify_ed25519, run=RUN, me=me)
+    refused(resigned(beat, to=OTHER.peer_id), "WRONG_RECEIVER")
+    other = sealed(NewerTerm(9), to=OTHER.peer_id)
+    changed = encode(msgspec.structs.replace(decode(other[:-64], Signed), to=YOU))
+    refused(changed + other[-64:], "BAD_SIGNATURE")  # the receiver is part of what is signed
+
+
+def test_only_what_is_meant_to_be_passed_on_is_for_anybody() -> None:
+    for me in (YOU, OTHER.peer_id, ANYBODY):
+        assert open_envelope(sealed(HEAD), verify_ed25519, run=RUN, me=me).message == HEAD
+    with pytest.raises(PeerError, match="WRONG_RECEIVER"):
+        open_envelope(resigned(sealed(NewerTerm(9)), to=ANYBODY), verify_ed25519, run=RUN, me=ANYBODY)
+    refused(resigned(sealed(HEAD), to=YOU), "WRONG_RECEIVER")
+    assert {kind.__name__ for kind in PASSED_ON} == {"PeerRecord", "Head"}
 
 
 def test_versions_are_told_with_the_way_out() -> None:
     with pytest.raises(PeerError, match=r"protocol 2, this build speaks 1.*pip install --upgrade"):
-        open_envelope(resigned(sealed(NewerTerm(9)), version=2), verify_ed25519, run=RUN)
+        open_envelope(resigned(sealed(NewerTerm(9)), version=2), verify_ed25519, run=RUN, me=YOU)
 
 
 def test_nobody_speaks_for_another() -> None:
@@ -198,7 +227,7 @@ def an_ack(signer: Ed25519Signer = ME, **changes: Any) -> Ack:
 
 
 def opens(message: Message) -> None:
-    assert open_envelope(sealed(message), verify_ed25519, run=RUN).message == message
+    assert open_envelope(sealed(message), verify_ed25519, run=RUN, me=YOU).message == message
 
 
 def test_a_proposal_is_signed_by_its_sender_over_term_body_and_last() -> None:
@@ -263,7 +292,7 @@ def test_a_header_is_signed_over_what_the_log_repeats() -> None:
     opens(h)
     for change in ({"steps": 5}, {"base_version": 1}, {"sequence": 2}, {"fragment": 1}, {"delta": NO_DIGEST}):
         refused(sealed(msgspec.structs.replace(h, **change)), "BAD_SIGNATURE")
-    refused(seal(h, OTHER, run=RUN, epoch=0, boot=1, n=1), "BAD_SIGNATURE")
+    refused(seal(h, OTHER, run=RUN, epoch=0, boot=1, n=1, to=YOU), "BAD_SIGNATURE")
 
 
 def an_entry(signers: list[Ed25519Signer], *, body: bytes | None = None, **changes: Any) -> Entry:
