@@ -129,6 +129,7 @@ events_kept = 200  # in memory and JSON; the database keeps history_rows_max
 events_shown = 20  # on the page
 rounds_shown = 12  # the last outer steps on the page
 points_kept = 8192  # versions in memory for the curve; older ones are thinned beyond it
+evaluations_due_max = 64  # newest evaluated versions for which a report is still taken
 chart_points_max = 300  # points in one drawn curve and in the JSON: a pixel or two each
 page_nodes_max = 200  # rows in the table; the JSON has all of them
 metric_nodes_max = 256  # nodes with series of their own in /metrics

@@ -209,10 +209,12 @@ class FakeRun:
         self.now += 0.1
         self.entry(OwnerEntry(OwnerWord(kind, 1, value, b"", b""), bytes(32)))
 
-    def evaluated(self, loss: float, by: int = 1) -> None:
-        self.builder.evaluated(
-            peer_of(by), EvalReport(self.version, bytes(32), loss, 65536), when_unix=self.now
-        )
+    def evaluated(self, loss: float, by: int | None = None, version: int | None = None) -> None:
+        """A report, by the chosen node unless another is named; of the newest version."""
+        version = self.version if version is None else version
+        order = self.builder.evaluators.order(version)
+        sender = peer_of(by) if by is not None else order[0] if order else peer_of(1)
+        self.builder.evaluated(sender, EvalReport(version, bytes(32), loss, 65536), when_unix=self.now)
 
     def lifelike(self, versions: int = 60) -> None:
         """Four nodes of mixed speed, a few events, an evaluation every fourth version."""
@@ -249,7 +251,7 @@ class FakeRun:
                 after_s=4.0 + 0.3 * math.sin(v),
             )
             if v % self.spec.eval_every == 0:
-                self.evaluated(self.loss(v) + 0.05, by=1 + v % 4)
+                self.evaluated(self.loss(v) + 0.05)
         self.listed()
 
     @staticmethod

@@ -9,10 +9,10 @@ from p2pdiloco.protocol.applied import Applied
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.delivery import Delivery
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.rules.full_round import latest_tokens
+from p2pdiloco.rules.evaluation import evaluation_order, is_evaluated, stand_in_after_s
 from p2pdiloco.rules.outer_step import too_late
 from p2pdiloco.rules.state import last_sequence
-from p2pdiloco.wire.log import Content, OuterStep, OwnerEntry
+from p2pdiloco.wire.log import Content, Membership, OwnerEntry
 
 
 class _Base(msgspec.Struct, frozen=True):
@@ -32,6 +32,7 @@ class Trainee:
         self._stands_on = adopted_version
         self._adopted = -1  # newest version given to this life's trainer
         self._evaluated = -1
+        self._stands_in = (-1, 0.0)  # (version, from when on) that this node evaluates if nobody did
         self._met_another = False
 
     @property
@@ -55,6 +56,7 @@ class Trainee:
         rules = self._applied.rules
         if not self._trains or not self._applied.current or self._applied.diverged:
             return
+        self._stand_in()
         if rules.version == self._adopted:
             return
         behind = _Base(min(self._stands_on, rules.version))
@@ -82,11 +84,23 @@ class Trainee:
             self._delivery.allow()
         if not self._applied.current:
             return
-        cadence = isinstance(content, OuterStep) and rules.version % self._ctx.spec.eval_every == 0
-        if cadence or rules.finished:
-            trainers = sorted(latest_tokens(rules))
-            if trainers and trainers[rules.version % len(trainers)] == self._ctx.me:
+        if not isinstance(content, Membership) and is_evaluated(rules, self._ctx.spec):
+            order = evaluation_order(rules)
+            if order[:1] == (self._ctx.me,):
                 self._evaluate()
+            elif order[1:2] == (self._ctx.me,):
+                self._stands_in = (rules.version, self._ctx.now + stand_in_after_s(self._ctx.spec))
+
+    def _stand_in(self) -> None:
+        """The chosen one may be gone, and its report goes to the tracker alone, so nobody here knows.
+
+        Only while the version still stands: of an older one the arrays are not at hand any more, and the next
+        one's turn comes soon. It matters for the last version.
+        """
+        version, at = self._stands_in
+        if version == self._applied.rules.version and self._ctx.now >= at:
+            self._stands_in = (-1, 0.0)
+            self._evaluate()
 
     def _evaluate(self) -> None:
         version = self._applied.rules.version

@@ -16,6 +16,7 @@ from p2pdiloco.ids import PeerId, RunId, short
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.status.curve import DAY_S, LATE_ROUNDS, History, weighted_loss
+from p2pdiloco.status.evaluators import Evaluators
 from p2pdiloco.status.names import clean_name, clean_text, finite
 from p2pdiloco.status.read_model import (
     Credit,
@@ -110,6 +111,7 @@ class StatusBuilder:
         self.stale = 0
         self.terms: set[int] = set()
         self.aggregators: dict[PeerId, None] = {}
+        self.evaluators = Evaluators(spec, started_unix)
         self._restored: dict[int, VersionPoint] = {}
         self._new = _Pending()
 
@@ -158,6 +160,9 @@ class StatusBuilder:
                 self._committee_changed(new, when_unix)
             case OwnerEntry(word=word):
                 self._owner_said(word.kind, word.value, when_unix)
+        of_genesis = self.evaluators.entry_applied(body.content, when_unix)
+        if of_genesis is not None:
+            self._take_evaluation(of_genesis)
         if entry.certificate.last or isinstance(body.content, Membership):
             # Handing over is everyday life and would fill the list of events: only who fell silent is news.
             self.term, self.steps_in_term = term + 1, 0
@@ -190,7 +195,10 @@ class StatusBuilder:
             self._forget_strangers()
 
     def evaluated(self, by: PeerId, report: EvalReport, *, when_unix: float) -> None:
-        """An evaluation that the directory accepted; the first sane one of a version stands."""
+        """An evaluation that the directory accepted: it stands if it is the chosen peer's, and sane.
+
+        Of version 0, where nobody is chosen, it waits until the log lists its sender.
+        """
         if not report.loss <= limits.loss_shown_max or report.version in self.evaluations:
             return
         point = EvalPoint(
@@ -200,7 +208,17 @@ class StatusBuilder:
             tokens=report.tokens,
             by=self.name_of(by),
         )
-        self.evaluations[report.version] = point
+        if self.evaluators.accepts(by, report.version, when_unix):
+            self._take_evaluation(point)
+        elif report.version == 0:
+            known = self.evaluators.keep(by, point)
+            if known is not None:
+                self._take_evaluation(known)
+
+    def _take_evaluation(self, point: EvalPoint) -> None:
+        if point.version in self.evaluations:
+            return
+        self.evaluations[point.version] = point
         if len(self.evaluations) > limits.points_kept:
             for version in sorted(self.evaluations)[1 : limits.points_kept // 2 : 2]:
                 del self.evaluations[version]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from p2pdiloco.ids import NO_DIGEST
 from p2pdiloco.protocol.actions import Action, AdoptState, AllowPasses, EvaluateState, SettleDelta
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.protocol.trainee import Trainee
+from p2pdiloco.rules.evaluation import evaluation_order
 from p2pdiloco.rules.state import after_owner, last_sequence
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import OwnerEntry
@@ -149,6 +152,35 @@ def test_the_last_state_is_evaluated_once() -> None:
     t.installed(OwnerEntry(word, NO_DIGEST))
     t.installed(OwnerEntry(word, NO_DIGEST))
     assert [e.version for e in take(p.drain(), EvaluateState)] == [5]
+
+
+def test_a_stand_in_evaluates_the_last_state_after_two_passes() -> None:
+    """The chosen one may be gone; who stands in is the next in order, and nobody else."""
+    acted = []
+    for who in (A, B, C):
+        p, t = at(5, 5, who=who, senders=(A, B, C))
+        word = owner_word(RUN, "finish")
+        p.applied.rules = after_owner(p.applied.rules, word)
+        t.installed(OwnerEntry(word, NO_DIGEST))
+        at_once = take(p.drain(), EvaluateState)
+        p.ctx.now += 2 * RUN.spec.inner.pass_s - 0.1
+        assert take(adopt(p, t), EvaluateState) == []
+        p.ctx.now += 0.2
+        later = take(adopt(p, t), EvaluateState)
+        assert take(adopt(p, t), EvaluateState) == []
+        acted.append((len(at_once), len(later)))
+    assert sorted(acted) == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_of_a_version_that_is_gone_nobody_stands_in() -> None:
+    p, t = at(4, 4, who=B, senders=(A, B, C))
+    p.applied.rules = msgspec.structs.replace(p.applied.rules, finished=True)
+    second = next(w for w in (A, B, C) if w.peer_id == evaluation_order(p.applied.rules)[1])
+    p, t = at(4, 4, who=second, senders=(A, B, C))
+    t.installed(p.log.content(4))
+    p.ctx.now += 3 * RUN.spec.inner.pass_s
+    p.applied.rules = msgspec.structs.replace(p.applied.rules, version=5)
+    assert take(adopt(p, t), EvaluateState) == []
 
 
 # The owner's pause
