@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol, TypeVar, assert_never
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
-from p2pdiloco.ids import Digest, PeerId, short
+from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.protocol import actions as do
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import Action, Settled
@@ -63,6 +63,9 @@ class DeltaDoor(Protocol):
     def allow(self, header: DeltaHeader, sender: PeerId) -> None: ...
     def reveal(self, delta: Digest) -> None: ...
     def forget(self, delta: Digest) -> None: ...
+    def strike(self, sender: PeerId, outcome: Outcome) -> None:
+        """A delta that this peer signed for turned out bad: it counts against the peer (scenario D1)."""
+        ...
 
 
 class Desk(Protocol):
@@ -315,8 +318,11 @@ class Driver:
             return fact.DeltaNotFetched(delta, str(error))
         finally:
             self._checking.discard(delta)
-        if checked.outcome is not Outcome.HELD:
-            self._ports.watcher.say("refused", f"delta {short(delta)}: {checked.outcome}")
+        # Its sender's fault alone: who fetched it for the log had it from a donor, and its digest was right.
+        # Which peer that was, the rules say for log and page.
+        known = self._known.get(delta)
+        if checked.outcome is not Outcome.HELD and known is not None and known[1] != self._ports.me:
+            self._ports.door.strike(known[1], checked.outcome)
         return fact.DeltaArrived(delta, checked.outcome, checked.norm)
 
     def _checked(self, header: DeltaHeader | None, delta: Digest) -> CheckedDelta:

@@ -31,7 +31,16 @@ from p2pdiloco.status.read_model import to_json
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import Opened
 from p2pdiloco.wire.log import Entry, OuterStep, open_body
-from p2pdiloco.wire.messages import PASSED_ON, DeltaHeader, DeltaReceipt, Head, Heartbeat, PeerRecord, Peers
+from p2pdiloco.wire.messages import (
+    PASSED_ON,
+    DeltaHeader,
+    DeltaReceipt,
+    Head,
+    Heartbeat,
+    Outcome,
+    PeerRecord,
+    Peers,
+)
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import HostPort
@@ -423,6 +432,9 @@ class _Door:
 
     def forget(self, delta: Digest) -> None:
         self._server.forget(delta)
+
+    def strike(self, sender: PeerId, outcome: Outcome) -> None:
+        self._server.strikes.strike(sender, outcome)
 
 
 def deltas_named(entries: Sequence[Entry]) -> list[Digest]:

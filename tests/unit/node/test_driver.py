@@ -38,6 +38,7 @@ class World:
         self.fail: dict[str, Exception] = {}
         self.hold: dict[str, threading.Event] = {}
         self.blobs: set[Digest] = set()
+        self.outcome = Outcome.HELD
 
     def _do(self, what: str) -> None:
         if what in self.hold:
@@ -71,7 +72,7 @@ class World:
         self, header: DeltaHeader | None, delta: Digest, sender: PeerId | None = None
     ) -> CheckedDelta:
         self._do("check")
-        return CheckedDelta(Outcome.HELD, 2.0)
+        return CheckedDelta(self.outcome, 2.0)
 
     def prepare(self, ticket: Digest, step: OuterStep) -> Roots:
         self._do("prepare")
@@ -118,6 +119,9 @@ class World:
 
     def forget(self, delta: Digest) -> None:
         self._do("forget")
+
+    def strike(self, sender: PeerId, outcome: Outcome) -> None:
+        self._do(f"strike {sender[:1].decode()} {outcome}")
 
     # Shelf
     def keep(self, held: HeldDelta) -> None:
@@ -263,6 +267,26 @@ async def test_an_allowed_delta_that_is_here_already_is_checked_at_once() -> Non
         fact.DeltaArrived(DELTA, Outcome.HELD, 2.0)
     ]
     assert world.done[-2:] == ["check", "keep 2.0"]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.NOT_FINITE, Outcome.BAD_SHAPE, Outcome.TOO_BIG])
+async def test_a_bad_delta_counts_against_its_sender_and_is_not_kept(outcome: Outcome) -> None:
+    """D1: the signed header names the digest, so what it holds is the sender's fault and no donor's."""
+    world = World()
+    world.blobs.add(DELTA)
+    world.outcome = outcome
+    seen = await live(world, [do.AllowDelta(HEADER, PeerId(b"q" * 32), b"k" * 32)], 1)
+    assert seen == [fact.DeltaArrived(DELTA, outcome, 2.0)]
+    assert world.done == ["allow", "check", f"strike q {outcome}"]
+    # A node may judge its own delta; it does not strike itself.
+    world.done.clear()
+    await live(world, [do.AllowDelta(HEADER, PEER, b"k" * 32)], 1)
+    assert world.done == ["allow", "check"]
+    # Only its digest is known, from the log: whose fault it is nobody can say.
+    world = World()
+    world.outcome = outcome
+    await live(world, [do.FetchDelta(None, DELTA, 10, (PEER,))], 1)
+    assert not any("strike" in what for what in world.done)
 
 
 async def test_an_upload_that_nobody_allowed_is_not_checked() -> None:
