@@ -61,11 +61,11 @@ class ProposesAfresh(Election):
     """What voters acked in an earlier term is not proposed again."""
 
     @property
-    def again(self) -> bytes | None:
-        return None
+    def again(self) -> list[Digest]:
+        return []
 
     @again.setter
-    def again(self, body: bytes | None) -> None:
+    def again(self, bodies: list[Digest]) -> None:
         pass
 
 
