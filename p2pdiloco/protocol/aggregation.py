@@ -14,6 +14,7 @@ from p2pdiloco.protocol.election import Election
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.proposals import Proposals
 from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.caps import capped_tokens
 from p2pdiloco.rules.closing import Arrival, ClosingView, Decision, after_closing, decide_closing
 from p2pdiloco.rules.full_round import latest_tokens
 from p2pdiloco.rules.outer_step import plan_outer_step, too_late
@@ -68,7 +69,8 @@ class Aggregation:
             self._words[word.owner_sequence] = word
 
     def heard_goodbye(self, peer: PeerId, goodbye: Digest) -> None:
-        if len(self._goodbyes) < limits.peers_max:
+        """Only of who is in T_full: nobody else's leaving changes anything."""
+        if peer in latest_tokens(self._applied.rules) and len(self._goodbyes) < limits.peers_max:
             self._goodbyes[peer] = goodbye
 
     def is_back(self, peer: PeerId) -> None:
@@ -80,7 +82,8 @@ class Aggregation:
 
     def stalled(self) -> bool:
         """No entry for two deadlines although a delta is there that could be listed (protocol.md 4)."""
-        if max(self._left_out.values(), default=0) >= 2:
+        # Of the term that goes on: the next aggregator starts with a clean slate.
+        if self._election.own_term == self._watched_term and max(self._left_out.values(), default=0) >= 2:
             return True
         if self._ctx.now - self._progress_at < 2 * self.deadline_s * self._stall_factor:
             return False
@@ -102,10 +105,10 @@ class Aggregation:
         if term != self._term:
             self._term, self._served = term, 0
             self._progress_at = self._ctx.now
-        if self._election.again is not None:
-            again, self._election.again = self._election.again, None
-            self._proposals.start_again(again)
-            return
+        while self._election.again:
+            self._proposals.start_again(self._election.again.pop(0))
+            if self._proposals.busy or self._election.leading is None:
+                return
         content = self._next_content()
         if content is not None:
             self._proposals.start(content, wants_last=self._wants_last(content))
@@ -155,13 +158,14 @@ class Aggregation:
         if self._ctx.identity.role == "node":
             live[self._ctx.me] = tokens.get(self._ctx.me, 0)
         self._arrivals = []
-        seen: set[PeerId] = set()
+        first: dict[PeerId, Arrived] = {}
         for a in ready:
-            if a.sender in seen or too_late(state, spec, a.header):
-                continue
-            seen.add(a.sender)
-            n = a.header.steps * spec.tokens_per_inner_step
-            self._arrivals.append(Arrival(a.sender, n, a.complete_at, is_trusted(state, spec, a.sender)))
+            if not too_late(state, spec, a.header):
+                first.setdefault(a.sender, a)
+        counts = {p: a.header.steps * spec.tokens_per_inner_step for p, a in first.items()}
+        capped = capped_tokens(state, spec, counts)
+        for p, a in first.items():
+            self._arrivals.append(Arrival(p, capped[p], a.complete_at, is_trusted(state, spec, p)))
         trusted = frozenset(p for p in live if is_trusted(state, spec, p))
         view = ClosingView(
             self._last_step_at, state.version == 0, self._arrivals, live, trusted, self._spreads

@@ -46,7 +46,8 @@ class Applied:
             else (restored.params_root, restored.momentum_root)
         )
         self._prepared: dict[Digest, tuple[Digest, Digest]] = {}
-        self._preparing: set[Digest] = set()
+        self._preparing: dict[Digest, OuterStep] = {}
+        self._retry_at: dict[Digest, float] = {}  # candidates that could not be computed here
         self.diverged = False  # a majority certified another root: this state is damaged
         for index in range(1, self.index + 1):
             content = log.content(index)
@@ -76,11 +77,17 @@ class Applied:
 
     def prepared(self, ticket: Digest, params_root: Digest, momentum_root: Digest) -> None:
         if ticket in self._preparing:
-            self._preparing.discard(ticket)
+            del self._preparing[ticket]
+            while len(self._prepared) >= limits.prepared_max:
+                del self._prepared[next(iter(self._prepared))]
             self._prepared[ticket] = (params_root, momentum_root)
 
     def not_prepared(self, ticket: Digest) -> None:
-        self._preparing.discard(ticket)
+        """A blob is gone or the disk failed: have the deltas looked at again, and try after a heartbeat."""
+        step = self._preparing.pop(ticket, None)
+        if step is not None:
+            self._retry_at[ticket] = self._ctx.now + self._ctx.spec.committee.heartbeat_s
+            self._pool.check_again(step)
 
     def advance(self, donors: Callable[[OuterStep], list[PeerId]]) -> Content | None:
         """Apply the next certified entry if everything for it is here; its content, or None."""
@@ -109,8 +116,7 @@ class Applied:
             self._roots = self._prepared[ticket]
         self.rules = self._rules_after(content)
         self.index += 1
-        self._prepared.clear()
-        self._preparing.clear()
+        self._forget_candidates()
         step = content if isinstance(content, OuterStep) else None
         self._ctx.emit(InstallEntry(self.index, self.rules.version, ticket, encode(self.rules), step))
         return content
@@ -120,15 +126,19 @@ class Applied:
         self.rules = rules
         self._roots = (params, momentum)
         self.diverged = False
+        self._forget_candidates()
+
+    def _forget_candidates(self) -> None:
         self._prepared.clear()
         self._preparing.clear()
+        self._retry_at.clear()
 
     def _prepare(self, ticket: Digest, step: OuterStep) -> None:
-        if ticket in self._preparing:
+        if ticket in self._preparing or self._retry_at.get(ticket, self._ctx.now) > self._ctx.now:
             return
         if len(self._preparing) >= limits.prepared_max:
             self._preparing.clear()  # candidates that never came to anything; their results are ignored
-        self._preparing.add(ticket)
+        self._preparing[ticket] = step
         self._ctx.emit(PrepareOuterStep(ticket, self.index, step))
 
     def _ticket(self, step: OuterStep) -> Digest:

@@ -71,21 +71,30 @@ class Ballot:
         self._record = record
         self._ctx.emit(SaveRecord(record))
 
-    # A restored disk image forgets promises. The boot counter, mirrored in heartbeats, gives it away.
+    # A restored disk image forgets promises. What others saw, mirrored in heartbeats, gives it away.
 
-    def told_boot(self, voter: PeerId, boot_seen: int) -> None:
-        """`voter` says which boot counter it has seen from this node."""
+    def told_seen(self, voter: PeerId, *, boot: int, term: int, ack_index: int) -> None:
+        """`voter` says what it has seen from this node: starts, terms, acks. More than the disk knows?"""
         self._told.add(voter)
-        if boot_seen > self._ctx.identity.boot and not self.rolled_back:
+        behind = [
+            f"{what} {seen} (the disk says {here})"
+            for what, seen, here in (
+                ("start", boot, self._ctx.identity.boot),
+                ("term", term, self.term),
+                ("an ack of index", ack_index, self.ack_index),
+            )
+            if seen > here
+        ]
+        if behind and not self.rolled_back:
             self.rolled_back = True
             self._ctx.say(
                 "rolled_back",
-                f"a voter has seen start {boot_seen} of this node, the disk says "
-                f"{self._ctx.identity.boot}: it was restored from a copy, so this node no longer votes",
+                f"a voter has seen {' and '.join(behind)} of this node: its disk was restored from a copy, "
+                "so this node no longer votes",
             )
 
     def may_vote(self, committee: Committee) -> bool:
-        """False until a majority of the committee (this node included) has told the boot counter it saw."""
+        """False until a majority of the committee (this node included) has told what it saw of this node."""
         if self.rolled_back:
             return False
         told = sum(1 for m in committee.members if m in self._told or m == self._ctx.me)

@@ -9,7 +9,7 @@ from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.protocol.actions import AllowPasses, RevealDelta, Settled, SettleDelta, UploadDelta
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.rules.outer_step import too_late
-from p2pdiloco.rules.state import RulesState
+from p2pdiloco.rules.state import RulesState, last_sequence
 from p2pdiloco.wire.log import Committee, OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, DeltaReceipt, Outcome
 
@@ -147,9 +147,15 @@ class Delivery:
                 self._settle(delta, Settled.PASSED_OVER)
 
     def settle_late(self, rules: RulesState) -> None:
-        """Bases older than staleness_max at the state that stands now can never be listed."""
+        """Bases older than staleness_max at the state that stands now can never be listed.
+
+        Nor can a sequence that the log has passed: an identity that lost its own record starts low.
+        """
+        passed = last_sequence(rules, self._ctx.me)
         for delta, own in list(self._own.items()):
-            if too_late(rules, self._ctx.spec, own.header):
+            if own.header.sequence <= passed:
+                self._settle(delta, Settled.PASSED_OVER)
+            elif too_late(rules, self._ctx.spec, own.header):
                 self._settle(delta, Settled.TOO_LATE)
 
     def clear(self) -> None:

@@ -32,6 +32,7 @@ class _Known:
         "listed_in",
         "norm",
         "noted_at",
+        "retry_at",
         "revealed",
         "sender",
     )
@@ -45,6 +46,7 @@ class _Known:
         self.have: set[PeerId] = set()
         self.complete_at: float | None = None  # when a majority had it, by this clock
         self.fetching = False
+        self.retry_at = float("-inf")  # not fetched again before then
         self.listed_in = 0  # version that listed it
         self.revealed = False
 
@@ -61,12 +63,29 @@ class DeltaPool:
     def __init__(self, ctx: Context, held: Iterable[HeldDelta]) -> None:
         self._ctx = ctx
         self._known: dict[Digest, _Known] = {}
+        self._of_sender: dict[PeerId, set[Digest]] = {}
+        self._newcomers: dict[Digest, None] = {}  # of peers that the log never listed, oldest first
         self._size_max = 4 * ctx.spec.model.params + _ROOM_BYTES
         for delta in held:
             known = _Known(delta.header, delta.sender, delta.key, 0.0)
             known.norm = delta.norm
             known.have.add(ctx.me)
-            self._known[Digest(delta.header.delta)] = known
+            self._claim(Digest(delta.header.delta), known)
+
+    def _claim(self, delta: Digest, known: _Known) -> None:
+        self._known[delta] = known
+        if known.sender is not None:
+            self._of_sender.setdefault(known.sender, set()).add(delta)
+
+    def _remove(self, delta: Digest) -> _Known | None:
+        known = self._known.pop(delta, None)
+        self._newcomers.pop(delta, None)
+        if known is not None and known.sender is not None:
+            mine = self._of_sender[known.sender]
+            mine.discard(delta)
+            if not mine:
+                del self._of_sender[known.sender]
+        return known
 
     def note(self, header: DeltaHeader, sender: PeerId, key: bytes, rules: RulesState) -> Outcome:
         """A header came. NOTED: its blob may come too; HELD: it is here already; else why not."""
@@ -83,26 +102,44 @@ class DeltaPool:
             self._ctx.emit(AllowDelta(header, sender, key))
             return Outcome.NOTED
         settled = last_sequence(rules, sender)
-        of_sender = [
-            k.header.sequence
-            for k in self._known.values()
-            if k.sender == sender and k.header is not None and k.header.sequence > settled
-        ]
+        headers = [self._known[d].header for d in self._of_sender.get(sender, ())]
+        of_sender = [h.sequence for h in headers if h is not None and h.sequence > settled]
         if header.sequence in of_sender:
             return Outcome.DUPLICATE
         if len(of_sender) >= limits.held_deltas_per_peer_max:
             return Outcome.RATE_LIMITED
         if known is None:
-            if len(self._known) >= _KNOWN_MAX:
+            if len(self._known) >= _KNOWN_MAX or (settled == 0 and not self._room_for_a_newcomer()):
                 return Outcome.RATE_LIMITED  # keys cost nothing, so the bound for each is not enough
-            known = self._known[delta] = _Known(header, sender, key, self._ctx.now)
+            self._claim(delta, _Known(header, sender, key, self._ctx.now))
+            if settled == 0:
+                self._newcomers[delta] = None
         else:  # fetched for the log before its header came
             known.header, known.sender, known.key = header, sender, key
+            self._claim(delta, known)
             if known.norm is not None:
                 known.have.add(self._ctx.me)
                 return Outcome.HELD
         self._ctx.emit(AllowDelta(header, sender, key))
         return Outcome.NOTED
+
+    def _room_for_a_newcomer(self) -> bool:
+        """Peers that the log never listed share a quarter, and push out only each other's empty promises."""
+        if len(self._newcomers) < _KNOWN_MAX // 4:
+            return True
+        empty = next((d for d in self._newcomers if self._known[d].norm is None), None)
+        if empty is not None:
+            self._drop(empty)
+        return empty is not None
+
+    def expire(self) -> None:
+        """A header whose blob did not come within two deadlines is forgotten; its sender offers it again."""
+        spec = self._ctx.spec
+        horizon = self._ctx.now - 2 * spec.outer.deadline_passes * spec.inner.pass_s
+        for digest, k in list(self._known.items()):
+            idle = k.norm is None and not k.fetching and not k.listed_in and k.sender != self._ctx.me
+            if idle and k.header is not None and k.noted_at < horizon:
+                self._drop(digest)
 
     def arrived(self, delta: Digest, norm: float) -> _Known | None:
         """The blob is here and checked. None if nobody asked for it."""
@@ -117,12 +154,21 @@ class DeltaPool:
 
     def forget(self, delta: Digest) -> _Known | None:
         """A blob that failed its check."""
-        return self._known.pop(delta, None)
+        return self._remove(delta)
 
     def not_fetched(self, delta: Digest) -> None:
         known = self._known.get(delta)
         if known is not None:
             known.fetching = False
+            known.retry_at = self._ctx.now + self._ctx.spec.committee.heartbeat_s
+
+    def check_again(self, step: OuterStep) -> None:
+        """Blobs of `step` may be gone or damaged: what is not here any more is fetched once more."""
+        for c in step.contributions:
+            known = self._known.get(Digest(c.delta))
+            if known is not None:
+                known.norm = None
+                known.have.discard(self._ctx.me)
 
     def heard_have(self, voter: PeerId, deltas: Iterable[bytes]) -> None:
         for raw in deltas:
@@ -177,7 +223,7 @@ class DeltaPool:
         known = self._known.get(delta)
         if known is None:
             known = self._known[delta] = _Known(None, None, b"", self._ctx.now)
-        if known.fetching or known.norm is not None:
+        if known.fetching or known.norm is not None or known.retry_at > self._ctx.now:
             return
         known.fetching = True
         # Sorted before it is shuffled: the order of a set of bytes differs from process to process.
@@ -200,7 +246,7 @@ class DeltaPool:
 
     def note_own(self, header: DeltaHeader, key: bytes) -> None:
         if Digest(header.delta) not in self._known:
-            self._known[Digest(header.delta)] = _Known(header, self._ctx.me, key, self._ctx.now)
+            self._claim(Digest(header.delta), _Known(header, self._ctx.me, key, self._ctx.now))
 
     def contains(self, step: OuterStep) -> None:
         """The state here contains `step`: its deltas are kept for those who follow, until covered."""
@@ -208,6 +254,7 @@ class DeltaPool:
             known = self._known.get(Digest(c.delta))
             if known is not None:
                 known.listed_in = step.version
+                self._newcomers.pop(Digest(c.delta), None)
 
     def installed(self, step: OuterStep) -> None:
         """The log settled some: keep listed blobs for those who follow, drop what can never be listed."""
@@ -237,7 +284,7 @@ class DeltaPool:
         return known.header if known is not None else None
 
     def _drop(self, digest: Digest) -> None:
-        del self._known[digest]
+        self._remove(digest)
         self._ctx.emit(DropDelta(digest))
 
 

@@ -48,13 +48,19 @@ class Election:
         self._ballot = ballot
         self._bodies = bodies
         self.leading: int | None = None
-        self.again: bytes | None = None  # the body that this term's aggregator must propose first
+        # Bodies that this term's aggregator must propose before it is free, the highest acked term first.
+        self.again: list[Digest] = []
         self.due = 0.0
         self._heard_at = float("-inf")
         self._asked_at = float("-inf")
         self._votes: dict[int, dict[PeerId, Cast]] = {}
         self._pre_term = 0
         self._pre_votes: set[PeerId] = set()
+        self._raised: dict[PeerId, float] = {}  # when the word of a voter raised the own term
+
+    @property
+    def own_term(self) -> int:
+        return self._ballot.term
 
     @property
     def is_voter(self) -> bool:
@@ -95,8 +101,8 @@ class Election:
         if term < self._ballot.term:
             self._ctx.send(sender, NewerTerm(self._ballot.term))
             return
-        if self._ballot.raise_term(term):
-            self._step_down()
+        if not self._raised_by(sender, term):
+            return
         self._heard_at = self._ctx.now
         self._pre_votes.clear()
         self.arm()
@@ -104,6 +110,22 @@ class Election:
     def jumps(self, term: int) -> bool:
         """No one message may burn the terms; who lags so far is brought up by entries and answers."""
         return term > self._ballot.term + limits.term_jump_max
+
+    def _raised_by(self, voter: PeerId, term: int) -> bool:
+        """Follow `voter` into `term`; False if it may not raise the own term again so soon.
+
+        A word that raises a term shows no election, so one liar could depose every aggregator: it may do so
+        once in half a timeout, unless an entry was certified since.
+        """
+        if term <= self._ballot.term:
+            return True
+        now = self._ctx.now
+        if now - self._raised.get(voter, float("-inf")) < self._ctx.spec.committee.timeout_s_min / 2:
+            return False
+        self._raised[voter] = now
+        self._ballot.raise_term(term)
+        self._step_down()
+        return True
 
     # Pre-vote: a node that comes back must not depose an aggregator that works.
 
@@ -132,7 +154,7 @@ class Election:
         if not self._same_committee(sender, m.committee, m.index) or not self.may_vote():
             return
         if m.own_term > self._ballot.term:
-            self._move_to(min(m.own_term, self._ballot.term + limits.term_jump_max), current=current)
+            self._follow(sender, m.own_term, current=current)
         elif m.granted and m.term == self._pre_term:
             self._pre_votes.add(sender)
             self._count_pre_votes(current=current)
@@ -174,8 +196,9 @@ class Election:
             return
         if self._log.committee.aggregator_of(m.term) != sender or self.jumps(m.term):
             return
-        if self._ballot.raise_term(m.term):
-            self._step_down()
+        if m.term > self._ballot.term:
+            if not self._raised_by(sender, m.term):
+                return
             self.arm()
         self._ctx.send(sender, self._vote(m.term))
 
@@ -189,8 +212,11 @@ class Election:
             return
         if m.last_ack is not None and not self._could_ack(m.last_ack, m.term):
             raise PeerError("BAD_VOTE", "it shows an ack of a proposal that nobody could have made")
+        rises = m.term > self._ballot.term
+        if not self._raised_by(sender, m.term):
+            return
         self._cast(m.term, sender, _cast_of(m.index, m.last_ack))
-        if m.term > self._ballot.term:
+        if rises:
             self.candidate(m.term, current=current)
         else:
             self.try_to_lead(m.term, current=current)
@@ -214,7 +240,12 @@ class Election:
         if sender not in self._log.committee.members or not self.may_vote():
             return
         if m.term > self._ballot.term:
-            self._move_to(min(m.term, self._ballot.term + limits.term_jump_max), current=current)
+            self._follow(sender, m.term, current=current)
+
+    def _follow(self, voter: PeerId, term: int, *, current: bool) -> None:
+        term = min(term, self._ballot.term + limits.term_jump_max)
+        if self._raised_by(voter, term):
+            self._move_to(term, current=current)
 
     def on_last_ack(self, voter: PeerId, ack: Ack) -> None:
         """An ack of the last body of its term is its voter's vote for the next one."""
@@ -252,24 +283,45 @@ class Election:
         open_acks = [
             (v, c) for v, c in acked if c.ack_body is not None and c.ack_index == self._log.index + 1
         ]
-        again: bytes | None = None
-        if open_acks:
-            voter, newest = max(open_acks, key=lambda vc: (vc[1].ack_term, vc[1].body is not None))
-            assert newest.ack_body is not None
-            again = newest.body or self._bodies.get(newest.ack_body)
-            if again is None:
+        # All of them, the highest term first: one that turns out invalid was made up, and says nothing about
+        # what the others acked (protocol.md 4).
+        again: list[Digest] = []
+        self._bodies.update({c.ack_body: c.body for _, c in open_acks if c.ack_body and c.body})
+        for voter, cast_ in sorted(open_acks, key=lambda vc: (-vc[1].ack_term, vc[0])):
+            assert cast_.ack_body is not None
+            if cast_.ack_body not in self._bodies:
                 self._ctx.send(voter, RequestVotes(self._log.committee_digest, term, self._log.index))
                 return
+            if cast_.ack_body not in again:
+                again.append(cast_.ack_body)
         self._ballot.raise_term(term)
         self.leading = term
         self.again = again
         self._heard_at = self._ctx.now
-        for old in [t for t in self._votes if t <= term]:
+        for old in [t for t in self._votes if t < term]:
             del self._votes[old]
         self._ctx.say("elected", f"this node aggregates in term {term}")
 
+    def doubt(self, body: Digest, *, current: bool) -> None:
+        """A body shown by a vote cannot be had: lead without the votes that show it, if a majority is left.
+
+        A majority of the others holds an ack of whatever was certified, so this is as safe as any majority.
+        """
+        term = self.leading
+        if term is None or body == self._own_cast().ack_body:
+            return
+        votes = self._votes.get(term, {})
+        others = {v: c for v, c in votes.items() if c.ack_body != body}
+        if len(others) < self._log.committee.quorum or len(others) == len(votes):
+            return
+        self._votes[term] = others
+        self.leading = None
+        self.again = []
+        self.try_to_lead(term, current=current)
+
     def certified_in(self, term: int) -> None:
         """An entry of `term` is certified: never fall behind it."""
+        self._raised.clear()
         if self.is_voter and self._ballot.raise_term(term):
             self._step_down()
 
@@ -277,7 +329,7 @@ class Election:
         """An entry certified in `term` became the state."""
         if isinstance(content, Membership):
             self.leading = None
-            self.again = None
+            self.again = []
             self._votes.clear()
             self._pre_votes.clear()
             if self.may_vote():
@@ -292,13 +344,15 @@ class Election:
 
     def resign(self) -> None:
         """Stop leading without a word; the others' timeouts do the rest."""
+        if self.leading is not None:
+            self._votes.pop(self.leading, None)
         self.leading = None
-        self.again = None
+        self.again = []
 
     def _step_down(self) -> None:
         if self.leading is not None and self.leading < self._ballot.term:
             self.leading = None
-            self.again = None
+            self.again = []
 
     def _vote(self, term: int) -> Vote:
         return Vote(self._log.committee_digest, term, self._log.index, self._ballot.last_ack)

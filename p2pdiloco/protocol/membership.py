@@ -10,27 +10,31 @@ from __future__ import annotations
 from p2pdiloco import limits
 from p2pdiloco.ids import NO_DIGEST, PeerId
 from p2pdiloco.protocol.context import Context
-from p2pdiloco.rules.state import RulesState
+from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.state import RulesState, is_trusted
 from p2pdiloco.wire.log import Committee
 from p2pdiloco.wire.messages import Heartbeat
 
 
 class _Presence:
-    __slots__ = ("boot", "heard_at", "index", "since", "willing")
+    __slots__ = ("ack_index", "boot", "heard_at", "index", "since", "term", "willing")
 
     def __init__(self, now: float) -> None:
         self.heard_at = now
         self.since = now  # heard without a gap since then
         self.index = 0
         self.boot = 0
+        self.term = 0  # highest own term shown, and
+        self.ack_index = 0  # highest index acked
         self.willing = False
 
 
 class Membership:
     """Presence of peers, and the committee that should follow."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: Context, log: RunLog) -> None:
         self._ctx = ctx
+        self._log = log
         self._peers: dict[PeerId, _Presence] = {}
         self._leaving: set[PeerId] = set()
         self._started_at = ctx.now
@@ -60,11 +64,26 @@ class Membership:
         seen.index = m.index
         seen.boot = max(seen.boot, boot)
         seen.willing = m.willing
+        seen.term = max(seen.term, m.term)
         return fresh
 
-    def said_goodbye(self, peer: PeerId) -> None:
-        """Of strangers nothing is remembered: keys cost nothing."""
+    def promised(self, voter: PeerId, term: int, ack_index: int) -> None:
+        """A voter said something that its disk must remember."""
+        seen = self._peers.get(voter)
+        if seen is not None:
+            seen.term = max(seen.term, term)
+            seen.ack_index = max(seen.ack_index, ack_index)
+
+    def promises_seen(self, voter: PeerId) -> tuple[int, int]:
+        """Highest own term and acked index that `voter` has shown to this node."""
+        seen = self._peers.get(voter)
+        return (seen.term, seen.ack_index) if seen is not None else (0, 0)
+
+    def said_goodbye(self, peer: PeerId, boot: int) -> None:
+        """Of strangers nothing is remembered: keys cost nothing. One of an earlier life says nothing."""
         if peer in self._peers:
+            if boot < self._peers[peer].boot:
+                return
             self._peers[peer].willing = False
         elif peer != self._ctx.me:
             return
@@ -143,12 +162,14 @@ class Membership:
             and peer not in rules.revoked
             and peer not in self._leaving
             and seen.willing
+            and is_trusted(rules, self._ctx.spec, peer)  # in open runs: it has contributed
             and seen.index >= index
             and now - seen.since >= spec.voter_standing_s
             and now - seen.heard_at <= 2 * spec.heartbeat_s + spec.timeout_s_min
         ]
         me = self._ctx.me
-        if me not in committee.members and me != self._witness and me not in self._leaving:
+        mine = me not in committee.members and me != self._witness and me not in self._leaving
+        if mine and is_trusted(rules, self._ctx.spec, me):
             fit.append((self._started_at, me))
         return [peer for _, peer in sorted(fit)]
 
@@ -224,6 +245,7 @@ class Membership:
         return None
 
     def _forget_oldest(self) -> None:
-        oldest = min(self._peers, key=lambda p: (self._peers[p].heard_at, p))
+        kept = {*self._log.committee.members, self._witness}
+        oldest = min(self._peers.keys() - kept, key=lambda p: (self._peers[p].heard_at, p))
         del self._peers[oldest]
         self._leaving.discard(oldest)

@@ -52,7 +52,7 @@ class Node:
         self._applied = Applied(ctx, self._log, self._pool, restored)
         self._ballot = Ballot(ctx, restored.record)
         self._election = Election(ctx, self._log, self._ballot, self._bodies)
-        self._membership = Membership(ctx)
+        self._membership = Membership(ctx, self._log)
         self._proposals = Proposals(
             ctx, self._log, self._ballot, self._election, self._applied, self._pool, self._bodies,
             self._refuses_content,
@@ -226,17 +226,21 @@ class Node:
         self._beat_at = ctx.now + ctx.spec.committee.heartbeat_s
         for member in log.committee.members:
             ctx.send(member, self._heartbeat(member))
+        self._pool.expire()
         self._delivery.offer(log.committee, held_here=self._pool.mine(self._applied.rules))
         self._proposals.say_again()
 
     def _heartbeat(self, to: PeerId) -> msg.Heartbeat:
         voter = self._election.is_voter
+        promises = self._membership.promises_seen(to)
         return msg.Heartbeat(
             index=self._applied.index,
             head=self._log.head_at(self._applied.index),
             term=self._ballot.term if voter else 0,
             leads=self._election.leading is not None,
             boot_seen=self._membership.boot_seen(to),
+            term_seen=promises[0],
+            ack_seen=promises[1],
             have=self._pool.mine(self._applied.rules) if voter else (),
             willing=self._leave_by is None and not self._ballot.rolled_back,
         )
@@ -330,6 +334,7 @@ class Node:
             case msg.Proposal():
                 self._proposals.on_proposal(sender, event.key, m)
             case msg.Ack():
+                self._membership.promised(sender, m.term, m.index)
                 self._proposals.on_ack(sender, event.key, m)
             case msg.PreVote():
                 self._mend(sender, m.index)
@@ -342,6 +347,7 @@ class Node:
                 self._election.on_request_votes(sender, m)
             case msg.Vote():
                 self._mend(sender, m.index)
+                self._membership.promised(sender, m.term, 0)
                 self._election.on_vote(sender, m, current=current)
             case msg.NewerTerm():
                 self._election.on_newer_term(sender, m, current=current)
@@ -354,7 +360,7 @@ class Node:
             case msg.SnapshotOffer():
                 self._sync.on_offer(sender, m)
             case msg.Goodbye():
-                self._membership.said_goodbye(sender)
+                self._membership.said_goodbye(sender, event.boot)
                 self._aggregation.heard_goodbye(sender, digest_of(event.sealed))
             case msg.PeerRecord():
                 if m.role == "node":
@@ -373,6 +379,8 @@ class Node:
 
     def _on_heartbeat(self, event: ev.MessageReceived, m: msg.Heartbeat) -> None:
         sender, members = event.sender, self._log.committee.members
+        if event.boot < self._membership.boot_seen(sender):
+            return  # of an earlier life, late or played back
         reborn = self._membership.heard(sender, event.boot, m)
         if reborn:
             self._aggregation.is_back(sender)
@@ -380,7 +388,7 @@ class Node:
             self._ctx.send(sender, self._heartbeat(sender))  # tells it the boot counter seen
         if sender in members:
             # Only voters are believed: a stranger could silence anybody's vote with one lie.
-            self._ballot.told_boot(sender, m.boot_seen)
+            self._ballot.told_seen(sender, boot=m.boot_seen, term=m.term_seen, ack_index=m.ack_seen)
             self._pool.heard_have(sender, m.have)
             if m.leads:
                 self._election.heard_aggregator(sender, m.term)
@@ -444,7 +452,7 @@ class Node:
             return
         if self._election.is_voter and self._log.committee.size > 1:
             self._leave_by = ctx.now + limits.leave_s_max
-        self._membership.said_goodbye(ctx.me)
+        self._membership.said_goodbye(ctx.me, ctx.identity.boot)
         for peer in dict.fromkeys([*self._log.committee.members, *self._membership.heard_within(60.0)]):
             ctx.send(peer, msg.Goodbye(event.reason))
 

@@ -75,6 +75,7 @@ class Proposals:
         self._parked: tuple[PeerId, bytes, Proposal] | None = None
         # Content, the body if it is proposed again, whether it wants to be the last of the term.
         self._draft: tuple[Content, bytes | None, bool] | None = None
+        self._draft_since = 0.0
         self._mine: Proposal | None = None  # proposed in the term led, until certified
         self._bodies = bodies
         self._acks: dict[tuple[int, int, Digest, bool], dict[PeerId, AckSignature]] = {}
@@ -90,7 +91,8 @@ class Proposals:
         if self._mine is not None:
             body = open_body(self._mine.body)
             digest = body_digest(self._mine.body)
-            if not self._ballot.is_repeat(self._mine.term, body.index, digest, last=self._mine.last):
+            repeat = self._ballot.is_repeat(self._mine.term, body.index, digest, last=self._mine.last)
+            if not repeat or self._mine.term != self._election.leading:
                 self._mine = None
 
     # The aggregator's side
@@ -101,12 +103,17 @@ class Proposals:
         self._draft = (content, None, wants_last)
         self.resume()
 
-    def start_again(self, body: bytes) -> None:
+    def start_again(self, digest: Digest) -> None:
         """Propose a body that a voter acked in an earlier term, once it is checked here.
 
         The very bytes: another encoding of the same content would be another body.
         """
+        body = self._bodies.get(digest)
+        if body is None:  # pushed out by newer ones: it will be shown again
+            self._election.resign()
+            return
         self._draft = (open_body(body).content, body, False)
+        self._draft_since = self._ctx.now
         self._remember(body)
         self.resume()
 
@@ -126,6 +133,9 @@ class Proposals:
         if again is not None:
             verdict = self._check(content, TOLERANCE_AGAIN)
             if verdict is WAIT:
+                if self._ctx.now - self._draft_since > self._ctx.spec.committee.timeout_s_min:
+                    self._draft_since = self._ctx.now
+                    self._election.doubt(body_digest(again), current=self._applied.current)
                 return
             if verdict is not None:
                 self._ctx.say("bad_body", f"an acked body is invalid and is not proposed again: {verdict}")

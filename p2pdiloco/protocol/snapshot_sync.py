@@ -12,8 +12,8 @@ from p2pdiloco.protocol.actions import FetchSnapshot
 from p2pdiloco.protocol.applied import Applied
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.rules.state import RulesState, rules_digest
-from p2pdiloco.wire.codec import decode
+from p2pdiloco.rules.state import RulesState, genesis_state, rules_digest
+from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.log import state_root
 from p2pdiloco.wire.messages import SnapshotOffer, SnapshotWanted
 
@@ -90,8 +90,19 @@ class SnapshotSync:
             self._ask(peers)
             self._asked_at = self._ctx.now
             self._failed.clear()
+            if self._applied.diverged and not self._offers:
+                self._start_over(peers)
+                return True
             self._patient = False  # nobody has one: go through the entries
         return self._patient or self._applied.diverged
+
+    def _start_over(self, peers: list[PeerId]) -> None:
+        """Nobody serves a snapshot yet: version 0, which the RunSpec names, and all entries since."""
+        genesis, rules = self._ctx.spec.genesis, genesis_state(self._ctx.spec)
+        offer = SnapshotOffer(0, genesis.params, genesis.momentum, encode(rules))
+        self._fetching = (offer, rules)
+        self._ctx.say("syncing", "nobody offers a snapshot: starting over from version 0")
+        self._ctx.emit(FetchSnapshot(offer, 0, tuple(peers)))
 
     def _ask(self, peers: list[PeerId]) -> None:
         for peer in peers[: limits.snapshot_donors_max]:
@@ -127,8 +138,9 @@ class SnapshotSync:
         params = merkle_root([Digest(c) for c in offer.params])
         momentum = merkle_root([Digest(c) for c in offer.momentum])
         self._applied.snapshot_installed(index, rules, params, momentum)
-        self._own.append(offer)
-        del self._own[: -limits.snapshots_kept]
+        if index > 0:
+            self._own.append(offer)
+            del self._own[: -limits.snapshots_kept]
         return True
 
     def not_fetched(self, index: int) -> None:

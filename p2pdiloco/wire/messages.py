@@ -76,6 +76,8 @@ class Heartbeat(Struct, frozen=True):
     term: Count  # own term; 0 for those who do not vote
     leads: bool  # the sender leads `term`
     boot_seen: Count  # highest boot counter seen from the receiver
+    term_seen: Count  # highest own term that the receiver has shown, and
+    ack_seen: Count  # highest index that it has acked: a restored disk forgets them
     have: Annotated[tuple[Bytes32, ...], Meta(max_length=limits.heartbeat_have_max)]
     willing: bool  # may be given a seat
 

@@ -172,7 +172,17 @@ def owner_word(run: Run, kind: str, sequence: int = 1, value: int = 0, peer: byt
 
 
 def heartbeat(index: int = 0, **changes: Any) -> msg.Heartbeat:
-    beat = msg.Heartbeat(index=index, head=NO_DIGEST, term=0, leads=False, boot_seen=0, have=(), willing=True)
+    beat = msg.Heartbeat(
+        index=index,
+        head=NO_DIGEST,
+        term=0,
+        leads=False,
+        boot_seen=0,
+        term_seen=0,
+        ack_seen=0,
+        have=(),
+        willing=True,
+    )
     return msgspec.structs.replace(beat, **changes)
 
 
@@ -226,7 +236,7 @@ class Parts:
         self.applied = Applied(ctx, self.log, self.pool, restored)
         self.ballot = Ballot(ctx, restored.record)
         self.election = Election(ctx, self.log, self.ballot, self.bodies)
-        self.membership = Membership(ctx)
+        self.membership = Membership(ctx, self.log)
         self.other_verdict: str | None = None
         self.proposals = Proposals(
             ctx, self.log, self.ballot, self.election, self.applied, self.pool, self.bodies,
@@ -235,7 +245,7 @@ class Parts:
         self.delivery = Delivery(ctx, restored.in_flight)
         if told:
             for member in run.committee.members:
-                self.ballot.told_boot(member, 0)
+                self.ballot.told_seen(member, boot=0, term=0, ack_index=0)
 
     def lead(self, term: int) -> None:
         """Win `term` with everybody's votes."""

@@ -10,8 +10,16 @@ import pytest
 from p2pdiloco.ids import NO_DIGEST, digest_of
 from p2pdiloco.protocol.aggregation import FINISH, Aggregation
 from p2pdiloco.rules.state import after_owner
-from p2pdiloco.wire.log import Committee, Content, Membership, OuterStep, OwnerEntry, OwnerWord
-from p2pdiloco.wire.messages import Proposal
+from p2pdiloco.wire.log import (
+    Committee,
+    Content,
+    Membership,
+    OuterStep,
+    OwnerEntry,
+    OwnerWord,
+    body_digest,
+)
+from p2pdiloco.wire.messages import Proposal, Vote
 
 from .builders import (
     NODES,
@@ -22,10 +30,12 @@ from .builders import (
     header,
     heartbeat,
     held,
+    last_ack,
     make_run,
     open_proposal,
     owner_word,
     plan,
+    rooted,
     sent,
 )
 
@@ -113,7 +123,7 @@ def test_who_is_gone_is_not_waited_for(why: str) -> None:
     leader = Leader()
     leader.hold(A, B)
     if why == "goodbye":
-        leader.p.membership.said_goodbye(C.peer_id)
+        leader.p.membership.said_goodbye(C.peer_id, 9)
     elif why == "silence":
         leader.present = (WITNESS, B)
         leader.agg._last_step_at = 2 * PASS  # not the deadline
@@ -172,7 +182,7 @@ def test_a_committee_to_be_mended_comes_before_the_outer_step() -> None:
         leader.p.ctx.now = float(t)
         leader.hear()
     leader.hold(A, B, C)
-    leader.p.membership.said_goodbye(B.peer_id)
+    leader.p.membership.said_goodbye(B.peer_id, 9)
     content = leader.proposed()
     assert isinstance(content, Membership)
     assert content.committee == Committee(WITNESS.peer_id, (A.peer_id, C.peer_id))
@@ -184,7 +194,8 @@ def test_an_acked_body_comes_before_everything() -> None:
     leader.hold(A, B, C)
     leader.agg.heard_word(owner_word(RUN, "pause", 1))
     leader.p.lead(2)
-    leader.p.election.again = body
+    leader.p.proposals._bodies[body_digest(body)] = body
+    leader.p.election.again = [body_digest(body)]
     leader.p.drain()
     assert peers(leader.proposed()) == {B.peer_id}
 
@@ -225,6 +236,27 @@ def test_nobody_is_revoked_by_a_short_name() -> None:
     leader = Leader()
     assert leader.agg.refuses_word(owner_word(RUN, "revoke", 1, peer=b"short")) is not None
     assert leader.agg.refuses_word(owner_word(RUN, "revoke", 1, peer=B.peer_id)) is None
+
+
+def test_a_made_up_ack_does_not_hide_a_real_one() -> None:
+    """The highest acked term is looked at first; where its body is invalid the next one counts."""
+    leader = Leader(lead=False)
+    p = leader.p
+    deltas = [held(header(RUN, w), w) for w in (B, C)]
+    p.hold(*deltas)
+    good = rooted(RUN, p.applied.rules, plan(RUN, p.applied.rules, deltas))
+    acked = body_of(p.log, good)
+    p.ballot.promise(last_ack(p.log, A, acked, 2), 1, p.log.committee_digest)
+    junk = body_of(p.log, msgspec.structs.replace(good, clock=1))
+    p.election.on_vote(
+        B.peer_id, Vote(p.log.committee_digest, 4, 0, last_ack(p.log, B, junk, 3)), current=True
+    )
+    assert p.election.leading == 4
+    leader.agg.consider()
+    p.prepare()
+    p.proposals.resume()
+    (proposal,) = sent(p.drain(), Proposal, WITNESS.peer_id)
+    assert proposal.body == acked
 
 
 # Rotation and stalling
@@ -278,6 +310,7 @@ def passed_over(listed: list[Any], terms: list[int]) -> bool:
     for n, term in enumerate(terms):
         voter.p.ctx.now = (n + 1) * 0.1
         voter.agg.installed(step, term)
+        voter.p.ballot.raise_term(term)
     return voter.agg.stalled()
 
 
@@ -285,7 +318,7 @@ def test_who_passes_a_delta_over_twice_is_moved_on_from() -> None:
     """B3: an aggregator that drops a victim. HAVE is a local view, so one step is given."""
     assert not passed_over([B], [3, 3])
     assert passed_over([B], [3, 3, 3])
-    assert not passed_over([B], [3, 3, 5])  # the next term starts anew
+    assert not passed_over([B], [3, 3, 3, 5])  # the next term starts anew
     assert not passed_over([B, C], [3, 3, 3])
 
 
@@ -296,14 +329,16 @@ def test_goodbyes_go_into_the_next_outer_step_once() -> None:
     leader.p.applied.rules = msgspec.structs.replace(rules, recent=recent, t_full=64)
     goodbye = digest_of(b"goodbye")
     leader.agg.heard_goodbye(C.peer_id, goodbye)
-    leader.agg.heard_goodbye(D.peer_id, goodbye)  # is in no T_full
+    leader.agg.heard_goodbye(D.peer_id, goodbye)  # is in no T_full: nothing to remember
     leader.hold(A, B)
     step = leader.proposed(at=DEADLINE)
     assert isinstance(step, OuterStep)
     assert [(gone.peer, gone.goodbye) for gone in step.left] == [(C.peer_id, goodbye)]
     leader.agg.installed(step, 2)
-    assert leader.agg._goodbyes.keys() == {D.peer_id}
-    leader.agg.is_back(D.peer_id)
+    assert not leader.agg._goodbyes
+    leader.p.applied.rules = msgspec.structs.replace(rules, recent=recent, t_full=64)
+    leader.agg.heard_goodbye(B.peer_id, goodbye)
+    leader.agg.is_back(B.peer_id)
     assert not leader.agg._goodbyes
 
 

@@ -73,6 +73,12 @@ def test_a_step_that_could_not_be_computed_is_asked_for_again() -> None:
     (first,) = take(p.drain(), PrepareOuterStep)
     p.applied.not_prepared(first.ticket)
     advance(p)
+    out = p.drain()
+    assert take(out, PrepareOuterStep) == []  # a full disk must not spin
+    assert [f.delta for f in take(out, FetchDelta)] == [X.header.delta]  # its blob may be gone
+    p.pool.arrived(Digest(X.header.delta), X.norm)
+    p.ctx.now += p.ctx.spec.committee.heartbeat_s
+    advance(p)
     assert [a.ticket for a in take(p.drain(), PrepareOuterStep)] == [first.ticket]
 
 

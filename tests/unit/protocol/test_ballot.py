@@ -98,21 +98,32 @@ def test_no_vote_before_a_majority_told_the_boot_counter() -> None:
     five = make_run(A, B, C, NODES[3], size_max=5)
     parts = Parts(five, B, boot=4, told=False)
     assert not parts.ballot.may_vote(five.committee)
-    parts.ballot.told_boot(A.peer_id, 4)
+    parts.ballot.told_seen(A.peer_id, boot=4, term=0, ack_index=0)
     assert not parts.ballot.may_vote(five.committee)
-    parts.ballot.told_boot(NODES[7].peer_id, 4)
+    parts.ballot.told_seen(NODES[7].peer_id, boot=4, term=0, ack_index=0)
     assert not parts.ballot.may_vote(five.committee)
-    parts.ballot.told_boot(WITNESS.peer_id, 3)
+    parts.ballot.told_seen(WITNESS.peer_id, boot=3, term=0, ack_index=0)
     assert parts.ballot.may_vote(five.committee)
+
+
+@pytest.mark.parametrize(
+    "seen", [{"boot": 1, "term": 9, "ack_index": 0}, {"boot": 1, "term": 0, "ack_index": 4}]
+)
+def test_an_image_of_this_very_life_is_noticed_by_its_promises(seen: dict[str, int]) -> None:
+    """Taken and restored within one life the boot counter looks right; terms and acks do not."""
+    parts = Parts(RUN, B, told=False)
+    parts.ballot.told_seen(A.peer_id, **seen)
+    assert parts.ballot.rolled_back
+    assert not parts.ballot.may_vote(parts.log.committee)
 
 
 def test_a_rolled_back_disk_never_votes_again_in_this_life() -> None:
     parts = Parts(RUN, B, boot=4)
     assert parts.ballot.may_vote(RUN.committee)
-    parts.ballot.told_boot(A.peer_id, 5)
+    parts.ballot.told_seen(A.peer_id, boot=5, term=0, ack_index=0)
     assert not parts.ballot.may_vote(RUN.committee)
-    parts.ballot.told_boot(A.peer_id, 4)
-    parts.ballot.told_boot(A.peer_id, 6)
+    parts.ballot.told_seen(A.peer_id, boot=4, term=0, ack_index=0)
+    parts.ballot.told_seen(A.peer_id, boot=6, term=0, ack_index=0)
     assert not parts.ballot.may_vote(RUN.committee)
     assert said(parts.drain()) == ["rolled_back"]
 

@@ -11,6 +11,7 @@ from p2pdiloco import limits
 from p2pdiloco.ids import Digest, PeerId, digest_of
 from p2pdiloco.protocol.actions import AllowDelta, DropDelta, FetchDelta, RevealDelta
 from p2pdiloco.protocol.context import HeldDelta, Restored
+from p2pdiloco.rules.state import PeerState
 from p2pdiloco.wire.messages import Outcome
 
 from .builders import NODES, WITNESS, Chain, Parts, header, held, make_run, plan, take
@@ -103,13 +104,41 @@ def test_settled_deltas_take_no_room() -> None:
 def test_fresh_keys_cannot_fill_the_memory() -> None:
     p = parts()
     p.pool.heard_have(A.peer_id, [digest_of(b"%d" % n) for n in range(20_000)])
-    outcomes = set()
-    for n in range(10_000):
+    room = 2 * limits.held_deltas_per_peer_max * limits.peers_max
+    for n in range(room):
         h = msgspec.structs.replace(X.header, delta=digest_of(b"fresh %d" % n))
         sender = PeerId(digest_of(b"peer %d" % n))
-        outcomes.add(note(p, HeldDelta(h, sender, bytes(32), 1.0)))
-    assert outcomes == {Outcome.NOTED, Outcome.RATE_LIMITED}
-    assert len(p.pool._known) == 2 * limits.held_deltas_per_peer_max * limits.peers_max
+        # A promise without a blob bars nobody: the newest pushes out the oldest.
+        assert note(p, HeldDelta(h, sender, bytes(32), 1.0)) is Outcome.NOTED
+    assert len(p.pool._known) == room // 2 + room // 4  # gossip, and a quarter for newcomers
+
+
+def test_newcomers_with_blobs_take_a_quarter_and_no_more() -> None:
+    p = parts()
+    room = 2 * limits.held_deltas_per_peer_max * limits.peers_max
+    outcomes = []
+    for n in range(room // 4 + 1):
+        h = msgspec.structs.replace(X.header, delta=digest_of(b"fresh %d" % n))
+        outcomes.append(note(p, HeldDelta(h, PeerId(digest_of(b"peer %d" % n)), bytes(32), 1.0)))
+        p.pool.arrived(Digest(h.delta), 1.0)
+    assert outcomes == [Outcome.NOTED] * (room // 4) + [Outcome.RATE_LIMITED]
+    listed = msgspec.structs.replace(
+        p.applied.rules, peers=(PeerState(peer=X.sender, sequence=1, trust=1, version=0),)
+    )
+    known = msgspec.structs.replace(X.header, sequence=2)
+    assert p.pool.note(known, X.sender, X.key, listed) is Outcome.NOTED
+
+
+def test_a_header_whose_blob_does_not_come_is_forgotten() -> None:
+    p = parts()
+    assert note(p, X) is Outcome.NOTED
+    p.ctx.now += 2 * RUN.spec.outer.deadline_passes * RUN.spec.inner.pass_s
+    p.pool.expire()
+    assert DELTA in p.pool._known
+    p.ctx.now += 1.0
+    p.pool.expire()
+    assert DELTA not in p.pool._known
+    assert note(p, X) is Outcome.NOTED  # and may be offered again
 
 
 # Who HAS it
@@ -216,6 +245,9 @@ def test_a_fetch_goes_on_once_and_may_be_tried_again() -> None:
     assert set(fetch.donors) == {A.peer_id, B.peer_id}  # never itself
     assert fetch.size_max >= X.header.size
     p.pool.not_fetched(DELTA)
+    p.pool.fetch(DELTA, [B.peer_id])
+    assert take(p.drain(), FetchDelta) == []  # not at once: a full disk or a dead donor must not spin
+    p.ctx.now += RUN.spec.committee.heartbeat_s
     p.pool.fetch(DELTA, [B.peer_id])
     assert len(take(p.drain(), FetchDelta)) == 1
     p.pool.arrived(DELTA, 1.0)

@@ -11,7 +11,7 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import NO_DIGEST, digest_of
 from p2pdiloco.protocol.actions import SaveRecord, VoterRecord
 from p2pdiloco.protocol.context import Restored
-from p2pdiloco.wire.log import Committee, Membership, open_body
+from p2pdiloco.wire.log import Committee, Membership, body_digest, open_body
 from p2pdiloco.wire.messages import (
     Ack,
     EntriesWanted,
@@ -164,7 +164,7 @@ def test_the_ack_of_the_highest_term_is_proposed_again() -> None:
     parts.ballot.promise(last_ack(log, B, old, 1), 1, digest)
     parts.election.on_vote(C.peer_id, Vote(digest, 8, 0, last_ack(log, D, new, 3)), current=True)
     parts.election.on_vote(D.peer_id, Vote(digest, 8, 0, last_ack(log, C, old, 2)), current=True)
-    assert (parts.election.leading, parts.election.again) == (8, new)
+    assert (parts.election.leading, parts.election.again[0]) == (8, body_digest(new))
 
 
 @pytest.mark.parametrize("voted", [True, False])
@@ -176,7 +176,7 @@ def test_the_own_ack_is_proposed_again_even_if_no_vote_shows_one(*, voted: bool)
     if not voted:
         parts.ballot.raise_term(4)
     parts.lead(4)
-    assert parts.election.again == body
+    assert parts.election.again == [body_digest(body)]
 
 
 def test_acks_of_certified_entries_leave_the_leader_free() -> None:
@@ -186,7 +186,7 @@ def test_acks_of_certified_entries_leave_the_leader_free() -> None:
     ack = last_ack(before.log, A, entry.body, 2)
     parts = Parts(RUN, A, Restored(entries=(entry,), record=VoterRecord(2, 1, DIGEST, ack)))
     parts.election.on_vote(B.peer_id, vote(4, index=1, ack=ack), current=True)
-    assert (parts.election.leading, parts.election.again) == (4, None)
+    assert (parts.election.leading, parts.election.again) == (4, [])
 
 
 def test_an_ack_counted_as_a_vote_needs_its_body_before_anybody_leads() -> None:
@@ -200,7 +200,7 @@ def test_an_ack_counted_as_a_vote_needs_its_body_before_anybody_leads() -> None:
     assert parts.election.leading is None
     assert RequestVotes(DIGEST, 4, 0) in sent(parts.drain(), RequestVotes)
     parts.election.on_vote(B.peer_id, vote(4, ack=last_ack(parts.log, B, body, 3, last=True)), current=True)
-    assert parts.election.again == body  # and now it leads
+    assert parts.election.again == [body_digest(body)]  # and now it leads
 
 
 @pytest.mark.parametrize("lie", ["a proposer who could not lead", "a term to come", "another chain"])
@@ -219,7 +219,7 @@ def test_a_vote_cannot_make_up_an_ack(lie: str) -> None:
     with pytest.raises(PeerError, match="BAD_VOTE"):
         parts.election.on_vote(B.peer_id, vote(6, ack=bad), current=True)
     parts.lead(6)
-    assert parts.election.again == good
+    assert parts.election.again == [body_digest(good)]
 
 
 # Hand-over
@@ -239,7 +239,7 @@ def test_acks_of_the_last_body_make_the_successor_without_a_timeout() -> None:
     parts.election.installed(chain.log.content(1), 3, last=True, current=True)
     assert parts.election.leading == 4
     assert parts.ballot.term == 4
-    assert parts.election.again is None
+    assert parts.election.again == []
 
 
 def test_a_handed_over_term_is_not_led_by_one_whose_own_term_is_higher() -> None:
@@ -286,7 +286,7 @@ def test_a_membership_entry_ends_leadership_votes_and_term() -> None:
     parts.election.on_vote(B.peer_id, vote(6), current=False)  # collected before the change
     parts.lead(6)
     parts.log.append(entry)
-    parts.ballot.told_boot(C.peer_id, 0)
+    parts.ballot.told_seen(C.peer_id, boot=0, term=0, ack_index=0)
     parts.drain()
     parts.election.installed(content, 4, last=False, current=True)
     assert parts.election.leading is None
@@ -401,6 +401,7 @@ def test_an_old_aggregator_that_wakes_up_is_told_and_follows() -> None:
     assert sent(parts.drain(), NewerTerm, B.peer_id) == [NewerTerm(8)]
     old = Parts(RUN, B)
     old.lead(7)
+    old.ctx.now += MIN
     old.election.on_newer_term(WITNESS.peer_id, NewerTerm(8), current=True)
     assert (old.election.leading, old.ballot.term) == (None, 8)
 
@@ -447,6 +448,23 @@ def test_no_one_message_burns_the_terms() -> None:
     assert parts.ballot.term == limits.term_jump_max
     parts.election.on_newer_term(C.peer_id, NewerTerm(2**62), current=True)  # no seat
     assert parts.ballot.term == limits.term_jump_max
+
+
+def test_one_liar_deposes_an_aggregator_once_in_a_while_only() -> None:
+    """A word that raises a term shows no election."""
+    leader = Parts(RUN, A)
+    leader.election.on_newer_term(B.peer_id, NewerTerm(3), current=True)
+    assert leader.ballot.term == 3
+    leader.election.on_newer_term(B.peer_id, NewerTerm(5), current=True)
+    leader.election.heard_aggregator(B.peer_id, 5)
+    leader.election.on_request_votes(B.peer_id, RequestVotes(DIGEST, 5, 0))
+    leader.election.on_vote(B.peer_id, vote(4), current=True)
+    assert leader.ballot.term == 3
+    leader.election.on_vote(WITNESS.peer_id, vote(4), current=True)
+    assert leader.ballot.term == 4  # another voter is believed
+    leader.election.certified_in(4)
+    leader.election.on_newer_term(B.peer_id, NewerTerm(5), current=True)
+    assert leader.ballot.term == 5  # and so is everybody once the log goes on
 
 
 def test_a_duplicate_vote_changes_nothing() -> None:

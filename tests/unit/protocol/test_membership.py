@@ -99,7 +99,7 @@ def test_who_is_not_steady_gets_no_seat(why: str) -> None:
         case "revoked":
             view.rules = msgspec.structs.replace(view.rules, revoked=(B.peer_id,))
         case "leaving":
-            view.members.said_goodbye(B.peer_id)
+            view.members.said_goodbye(B.peer_id, 9)
         case "a gap":
             view.without(B).wait(SPEC.timeout_s_max + BEAT)
             view.join(B)
@@ -132,19 +132,19 @@ def test_an_absent_voter_whom_nobody_can_replace_keeps_seat_and_standing() -> No
 
 def test_a_leaving_voter_is_replaced_first_and_at_once() -> None:
     view = View(make_run(A, B), A, WITNESS, B, C).wait(2 * STANDING)
-    view.members.said_goodbye(B.peer_id)
+    view.members.said_goodbye(B.peer_id, 9)
     assert view.wanted() == seats(A, C)
 
 
 def test_the_aggregator_hands_its_own_seat_over() -> None:
     view = View(make_run(A, B), A, WITNESS, B, C).wait(2 * STANDING)
-    view.members.said_goodbye(A.peer_id)
+    view.members.said_goodbye(A.peer_id, 9)
     assert view.wanted() == seats(B, C)
 
 
 def test_it_shrinks_only_for_a_goodbye_that_nobody_replaces_and_the_witness_stays() -> None:
     view = View(make_run(A, B), A, WITNESS, B).wait(2 * STANDING)
-    view.members.said_goodbye(B.peer_id)
+    view.members.said_goodbye(B.peer_id, 9)
     assert view.wanted() == Committee(W, ())
     assert view.refuses(seats(A, B), Committee(W, ())) is None
 
@@ -152,7 +152,7 @@ def test_it_shrinks_only_for_a_goodbye_that_nobody_replaces_and_the_witness_stay
 def test_while_the_witness_is_away_the_longest_standing_voter_stays() -> None:
     view = View(make_run(A, B), A, WITNESS, B).wait(2 * STANDING)
     view.without(WITNESS).wait(LEASE + BEAT)
-    view.members.said_goodbye(B.peer_id)
+    view.members.said_goodbye(B.peer_id, 9)
     assert view.wanted() == seats(A, witness=False)
     assert view.refuses(seats(A, B), seats(A, witness=False)) is None
 
@@ -161,7 +161,7 @@ def test_from_five_to_three_whoever_is_there_stays() -> None:
     run = make_run(A, B, C, D, size_max=5)
     view = View(run, A, WITNESS, B, C, D).wait(2 * STANDING)
     view.without(B).wait(4 * BEAT)
-    view.members.said_goodbye(D.peer_id)
+    view.members.said_goodbye(D.peer_id, 9)
     assert view.wanted() == seats(A, C)
     assert view.refuses(run.committee, seats(A, C)) is None
 
@@ -185,7 +185,7 @@ def test_the_witness_comes_back_to_its_seat() -> None:
 def test_never_a_committee_whose_majority_is_not_there() -> None:
     view = View(make_run(A, B), A, WITNESS, B, C).wait(2 * STANDING)
     view.without(WITNESS, B).wait(4 * BEAT)
-    view.members.said_goodbye(B.peer_id)
+    view.members.said_goodbye(B.peer_id, 9)
     assert view.wanted() == seats(A, C)  # A and C are there
     view.without(C).wait(4 * BEAT)
     assert view.wanted() is None
@@ -193,7 +193,7 @@ def test_never_a_committee_whose_majority_is_not_there() -> None:
 
 def test_who_comes_back_from_a_goodbye_in_a_new_life_may_sit_again() -> None:
     view = View(make_run(A, B), A, WITNESS, B, C).wait(2 * STANDING)
-    view.members.said_goodbye(B.peer_id)
+    view.members.said_goodbye(B.peer_id, 9)
     view.beat()
     assert view.wanted() == seats(A, C)
     view.boots[B.peer_id] = 2
@@ -277,7 +277,7 @@ def test_what_the_aggregator_wants_voters_allow() -> None:
     ):
         view = View(run, WITNESS, *present).wait(2 * STANDING)
         if gone is not None:
-            view.members.said_goodbye(gone.peer_id)
+            view.members.said_goodbye(gone.peer_id, 9)
         wanted = view.wanted()
         assert wanted is not None
         assert view.refuses(run.committee, wanted) is None
@@ -290,12 +290,23 @@ def test_strangers_and_their_goodbyes_take_no_memory() -> None:
     view = View(make_run(A, B), A, WITNESS, B)
     strangers = [PeerId(n.to_bytes(32, "big")) for n in range(limits.peers_max + 100)]
     for stranger in strangers:
-        view.members.said_goodbye(stranger)
+        view.members.said_goodbye(stranger, 1)
     assert not any(view.members.is_leaving(s) for s in strangers)
     view.parts.ctx.now += 1.0
     for stranger in strangers:
         view.members.heard(stranger, 1, heartbeat())
     assert len(view.members.heard_within(1e9)) == limits.peers_max
+    for voter in (WITNESS, B):  # who has a seat is never pushed out by strangers
+        assert view.members.boot_seen(voter.peer_id) == 1
+
+
+def test_a_goodbye_of_an_earlier_life_says_nothing() -> None:
+    view = View(make_run(A, B), A, WITNESS, B)
+    view.members.heard(B.peer_id, 6, heartbeat())
+    view.members.said_goodbye(B.peer_id, 5)
+    assert not view.members.is_leaving(B.peer_id)
+    view.members.said_goodbye(B.peer_id, 6)
+    assert view.members.is_leaving(B.peer_id)
 
 
 def test_boot_counters_are_remembered_and_never_go_back() -> None:

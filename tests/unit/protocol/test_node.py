@@ -105,7 +105,7 @@ def test_record_before_proposal_and_ack_and_entry_before_everything_about_it() -
     assert entries < min(places(actions, msg.Entries))
     assert take(actions, SaveEntries)[0].entries == node.node.log.entries_from(1, 1)
     assert node.node.version == 1
-    assert take(actions, AdoptState) == [AdoptState(1, 32, False)]
+    assert take(actions, AdoptState) == [AdoptState(1, 32, RUN.spec.target_tokens, 0, False)]
 
 
 def test_an_entry_of_others_is_durable_before_the_next_ack() -> None:

@@ -249,7 +249,7 @@ def test_a_proposal_waits_until_the_voter_may_vote() -> None:
     parts.drain()
     body = body_of(parts.log, good_step(parts))
     assert sent(propose(parts, body), Ack) == []
-    parts.ballot.told_boot(B.peer_id, 1)
+    parts.ballot.told_seen(B.peer_id, boot=1, term=0, ack_index=0)
     parts.proposals.resume()
     parts.prepare()
     parts.proposals.resume()
@@ -380,9 +380,9 @@ def test_an_acked_body_is_proposed_again_byte_for_byte() -> None:
     assert open_body(odd) == open_body(canonical)
     parts.ballot.promise(last_ack(parts.log, B, odd, 1), 1, parts.log.committee_digest)
     parts.lead(2)
-    assert parts.election.again == odd
+    assert parts.election.again == [body_digest(odd)]
     parts.drain()
-    parts.proposals.start_again(odd)
+    parts.proposals.start_again(body_digest(odd))
     parts.prepare()
     parts.proposals.resume()
     (proposal,) = sent(parts.drain(), Proposal, B.peer_id)
@@ -397,7 +397,8 @@ def test_last_never_changes_afterwards() -> None:
     parts.lead(2)
     parts.ballot.promise(last_ack(parts.log, A, body, 2, last=True), 1, parts.log.committee_digest)
     parts.drain()
-    parts.proposals.start_again(body)
+    parts.proposals._bodies[body_digest(body)] = body
+    parts.proposals.start_again(body_digest(body))
     parts.prepare()
     parts.proposals.resume()
     (proposal,) = sent(parts.drain(), Proposal, B.peer_id)
@@ -409,7 +410,8 @@ def test_an_invalid_acked_body_is_never_proposed_again() -> None:
     body = body_of(parts.log, msgspec.structs.replace(good_step(parts), clock=1))
     parts.lead(2)
     parts.drain()
-    parts.proposals.start_again(body)
+    parts.proposals._bodies[body_digest(body)] = body
+    parts.proposals.start_again(body_digest(body))
     out = parts.drain()
     assert (sent(out, Proposal), said(out)) == ([], ["bad_body"])
     assert not parts.proposals.busy
@@ -427,7 +429,7 @@ def test_an_aggregator_that_may_not_ack_its_own_proposal_stops_leading() -> None
 def test_a_rolled_back_aggregator_proposes_nothing_more() -> None:
     parts = voter(who=A)
     parts.lead(2)
-    parts.ballot.told_boot(B.peer_id, 7)
+    parts.ballot.told_seen(B.peer_id, boot=7, term=0, ack_index=0)
     parts.drain()
     out = start(parts)
     assert sent(out, Proposal) == []

@@ -192,7 +192,7 @@ def test_a_damaged_state_is_replaced_even_by_an_older_one() -> None:
     world.p.applied.snapshot_installed(18, world.chain.state, digest_of(b"x"), digest_of(b"y"))
     world.p.applied.diverged = True
     assert world.tick()
-    assert world.tick(10 * PATIENCE)  # there is no way through the entries
+    assert world.tick(PATIENCE / 2)  # there is no way through the entries
     world.sync.on_offer(A.peer_id, world.offers[16])
     world.tick(BEAT)
     (fetch,) = fetches(world)
@@ -200,6 +200,20 @@ def test_a_damaged_state_is_replaced_even_by_an_older_one() -> None:
     world.sync.fetched(16)
     assert not world.p.applied.diverged
     assert world.p.applied.root == world.chain.log.content(16).state_root
+
+
+def test_a_damaged_state_that_nobody_can_replace_starts_over() -> None:
+    """Before the first snapshot: version 0, which the RunSpec names, and all entries since."""
+    world = World(3)
+    world.p.applied.snapshot_installed(3, world.chain.state, digest_of(b"x"), digest_of(b"y"))
+    world.p.applied.diverged = True
+    assert world.tick()
+    assert world.tick(2 * PATIENCE)
+    (fetch,) = fetches(world)
+    assert (fetch.offer.index, fetch.version) == (0, 0)
+    assert fetch.offer.params == RUN.spec.genesis.params
+    world.sync.fetched(0)
+    assert (world.p.applied.index, world.p.applied.diverged) == (0, False)
 
 
 def test_own_snapshots_are_kept_and_what_the_older_one_covers_may_go(world: World) -> None:
