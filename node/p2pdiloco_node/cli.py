@@ -11,10 +11,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import cyclopts
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco_node import __version__
@@ -37,6 +37,16 @@ config_app = App(name="config", help="Look at settings.")
 app.command(run_app)
 app.command(config_app)
 
+
+def _whole(_kind: Any, tokens: Sequence[Token]) -> int:
+    """Cyclopts would round: three and a half nodes are a slip, not four."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value!r} is not a whole number") from None
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", help="TOML file with settings.")]
 Globs = Annotated[list[str] | None, Parameter(consume_multiple=True, negative_iterable=())]
 Words = Annotated[list[str] | None, Parameter(negative_iterable=())]
@@ -46,15 +56,15 @@ Hidden = Annotated[bool | None, Parameter(show=False)]
 @app.command
 def demo(
     *,
-    nodes: int = 3,
-    outer_steps: int | None = None,
-    inner_steps: int | None = None,
+    nodes: Whole = 3,
+    outer_steps: Whole | None = None,
+    inner_steps: Whole | None = None,
     corpus: Globs = None,
     chaos: bool = False,
     headless: bool = False,
     json: Path | None = None,
     keep: Path | None = None,
-    seed: int = 1,
+    seed: Whole = 1,
 ) -> int:
     """Everything on this machine: tracker, nodes, page, real text. Ends by itself in a few minutes.
 
@@ -93,8 +103,8 @@ def run_new(
     tokens: str = "20M",
     data: Globs = None,
     admission: Literal["open", "local"] = "open",
-    outer_steps: int = 0,
-    inner_steps: int | None = None,
+    outer_steps: Whole = 0,
+    inner_steps: Whole | None = None,
     pass_s: float | None = None,
     codec: Literal["int4", "fp16"] | None = None,
     committee: Literal[1, 3, 5, 7] | None = None,
@@ -166,7 +176,7 @@ def tracker(
     run: str | None = None,
     listen: str | None = None,
     public_url: str | None = None,
-    archive_bytes_max: int | None = None,
+    archive_bytes_max: Whole | None = None,
     log_level: Literal["debug", "info", "warning", "error"] | None = None,
     config: ConfigFile = None,
     die_with_parent: Hidden = None,
@@ -201,8 +211,8 @@ def node(
     advertise: Words = None,
     peers: Words = None,
     device: str | None = None,
-    threads: int | None = None,
-    micro_batch: int | None = None,
+    threads: Whole | None = None,
+    micro_batch: Whole | None = None,
     keep_deltas: bool | None = None,
     stay: bool | None = None,
     log_level: Literal["debug", "info", "warning", "error"] | None = None,

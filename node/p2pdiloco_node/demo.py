@@ -7,6 +7,7 @@ interpreter's standard library as corpus. It ends by itself; Ctrl-C ends everyth
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -38,6 +39,8 @@ PASS_S_MIN, PASS_S_WANTED, PASS_S_MAX = 3.0, 4.0, 6.0
 OUTER_STEPS, OUTER_STEPS_CHAOS = 24, 48
 # Half a minute of install check, imports and start; then a version takes at most a pass and its grace.
 RUN_S_MAX = 1800.0
+STEPS_MAX = 100_000  # outer, and inner of a pass
+SEED_MAX = 2**62
 END_S_MAX = 40.0  # for the last evaluation and for everybody to reach the last version
 TIMINGS = {
     "rotation": 3,
@@ -64,8 +67,7 @@ class Options(NamedTuple):
 
 def run_demo(options: Options) -> int:
     """Exit code 0: the run completed and every node holds the same model; 1: not; 130: Ctrl-C."""
-    if not 1 <= options.nodes <= 16:
-        raise OperatorError("--nodes is 1 to 16 on one machine.", 2)
+    _check(options)
     with ExitStack() as stack:
         folder = stack.enter_context(_folder(options.keep))
         owner = (
@@ -76,6 +78,23 @@ def run_demo(options: Options) -> int:
         except (KeyboardInterrupt, asyncio.CancelledError):
             print("Stopped; every process has ended.", file=sys.stderr)
             return 130
+
+
+def _check(options: Options) -> None:
+    """What would fail minutes later fails now. Raises: OperatorError."""
+    if not 1 <= options.nodes <= 16:
+        raise OperatorError("--nodes is 1 to 16 on one machine.", 2)
+    for flag, steps in (("--outer-steps", options.outer_steps), ("--inner-steps", options.inner_steps)):
+        if steps is not None and not 1 <= steps <= STEPS_MAX:
+            raise OperatorError(f"{flag} is 1 to {STEPS_MAX}; leave it out for what fits this machine.", 2)
+    if not 0 <= options.seed <= SEED_MAX:
+        raise OperatorError("--seed is 0 to 2**62.", 2)
+    if options.json is not None:
+        folder = options.json.parent
+        if options.json.is_dir() or not folder.is_dir():
+            raise OperatorError(f"--json {options.json} is not a file in a folder that exists.", 3)
+        if not os.access(options.json if options.json.exists() else folder, os.W_OK):
+            raise OperatorError(f"--json {options.json} cannot be written: name a file elsewhere.", 3)
 
 
 @contextmanager
@@ -121,7 +140,10 @@ async def _demo(options: Options, folder: Path, owner: Path) -> int:
     if options.keep is not None:
         print(f"Kept in {options.keep}; check it with: p2pdiloco verify {options.keep}")
     if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+        try:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+        except OSError as error:
+            raise OperatorError(f"{options.json} cannot be written: {error.strerror}.", 3) from None
     return 0 if _good(options, spec, summary) else 1
 
 

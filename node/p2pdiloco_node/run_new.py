@@ -51,6 +51,7 @@ from p2pdiloco_node.training.supervisor import trainer_environment
 SPEC_FILE = "spec.bin"
 BLOBS = "blobs"
 WITNESS_KEY = "witness.key"
+VERSIONS_MAX = 2**53
 GENESIS = (sys.executable, "-P", "-m", "p2pdiloco_node.training.genesis")
 
 
@@ -100,6 +101,8 @@ async def create_run(
         raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=2)
     if admission not in {"local", "open"}:
         raise OperatorError(f"admission is local or open, not {admission!r}.", exit_code=2)
+    if not 0 <= target_version <= VERSIONS_MAX:
+        raise OperatorError(f"--outer-steps is 0 to {VERSIONS_MAX}.", exit_code=2)
     inner_loop = _replaced(inner_spec(model, target_tokens), inner or {}, "inner")
     _check_folder(out)
     make_folder(files, out / BLOBS)
@@ -240,5 +243,7 @@ def _check(part: Any, where: str = "") -> None:
     """Every node will open it with the same types; a value out of range is said here and now."""
     try:
         decode(encode(part), type(part), bytes_max=limits.run_spec_bytes_max)
-    except PeerError as error:
+    except OverflowError:
+        raise OperatorError(f"the run cannot be made: {where}a number is too large.", exit_code=2) from None
+    except (PeerError, TypeError) as error:
         raise OperatorError(f"the run cannot be made: {where}{error}.", exit_code=2) from None

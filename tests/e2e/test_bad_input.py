@@ -85,7 +85,22 @@ def web_server(answers: dict[str, bytes]) -> Iterator[str]:
             "no*.txt",
         ),
         (["status", "--url", "http://127.0.0.1:1"], 4, "does not answer as a p2pdiloco daemon"),
+        (
+            ["run", "new", "--name", "x", "--model", "llama:tiny", "--out", "x", "--outer-steps", "-1"],
+            2,
+            "--outer-steps is 0 to",
+        ),
+        (
+            ["run", "new", "--name", "x", "--model", "llama:tiny", "--out", "x", "--inner-steps", "9" * 30],
+            2,
+            "the inner part: a number is too large",
+        ),
         (["demo", "--nodes", "0"], 2, "--nodes is 1 to 16"),
+        (["demo", "--nodes", "1.5"], 2, "'1.5' is not a whole number"),
+        (["demo", "--outer-steps", "0"], 2, "--outer-steps is 1 to"),
+        (["demo", "--inner-steps", "-3"], 2, "--inner-steps is 1 to"),
+        (["demo", "--seed", "9" * 30], 2, "--seed is 0 to"),
+        (["demo", "--json", "nowhere/x.json"], 3, "nowhere/x.json is not a file in a folder that exists"),
     ],
 )
 def test_each_slip_gets_its_sentence(

@@ -71,7 +71,7 @@ def find_files(globs: Sequence[str] | None) -> list[Path]:
     for pattern in globs:
         place = Path(pattern).expanduser()
         if place.is_dir():
-            raise OperatorError(f"{pattern} is a folder; say which files in it, such as '{place}/**/*.txt'.")
+            raise OperatorError(f"{place} is a folder; say which files in it, such as '{place}/**/*.txt'.")
         matches = [Path(p) for p in glob.iglob(str(place), recursive=True)]  # noqa: PTH207  # absolute patterns
         files = [p for p in matches if p.is_file()]
         if not files:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import resource
 from collections import Counter
 from types import TracebackType
@@ -22,6 +23,18 @@ from p2pdiloco_node.transport.addresses import canonical
 
 FILES_BESIDES = 256  # open files that are not connections of this server
 WATCH_S = 2.0
+
+
+def _logger() -> logging.Logger:
+    """aiohttp logs a traceback for each request that is not HTTP: strangers would fill the disk with them."""
+    logger = logging.getLogger("p2pdiloco.http")
+    logger.addFilter(_own_faults)
+    return logger
+
+
+def _own_faults(record: logging.LogRecord) -> bool:
+    fault = record.exc_info[1] if record.exc_info else None
+    return not isinstance(fault, aiohttp.http_exceptions.HttpProcessingError)
 
 
 class Listener:
@@ -51,6 +64,7 @@ class Listener:
             app,
             handle_signals=False,
             access_log=None,
+            logger=_logger(),
             keepalive_timeout=idle_s,
             lingering_time=1.0,
             auto_decompress=False,

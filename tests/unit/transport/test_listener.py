@@ -38,6 +38,20 @@ async def close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
+@pytest.mark.parametrize(
+    "rubbish", [b"\x16\x03\x01\x02\r\n\r\n", b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n"]
+)
+async def test_rubbish_from_strangers_does_not_fill_the_log(
+    rubbish: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Listener(app(), "127.0.0.1", 0) as listener:
+        reader, writer = await connect(listener.port)
+        writer.write(rubbish)
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+        await close(writer)
+    assert caplog.records == []
+
+
 async def test_slow_headers_are_closed_and_honest_clients_served(http: aiohttp.ClientSession) -> None:
     async with Listener(app(), "127.0.0.1", 0, per_address_max=300, idle_s=0.5) as listener:
         slow = [await connect(listener.port) for _ in range(100)]
