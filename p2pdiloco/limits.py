@@ -144,12 +144,14 @@ trainer_stop_s = 2.0  # the trainer is given so long to end by itself, then it i
 trainer_stderr_lines = 20  # kept of what a trainer said before it crashed
 trainer_crashes_max = 3  # within trainer_crash_window_s: the brake (scenario S18)
 trainer_crash_window_s = 300.0  # crashes older than this are forgotten
+trainer_not_finite_max = 3  # non-finite losses, gradients or deltas in a row, no good pass between: the brake
 trainer_brake_s = 600.0  # first pause of the brake; doubles up to trainer_brake_s_max
 trainer_brake_s_max = 4 * 3600.0  # a machine that was mended overnight is tried again in the morning
 evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation
 evaluations_waiting_max = 4  # asked for and not begun; the oldest gives way
 checkpoint_passes = 16  # passes between two saves of the moments
 checkpoint_s = 300.0  # seconds between them, whichever is first
+shard_retry_s = 30.0  # a data shard that cannot be read is tried again after this time
 data_window_shards = 16  # shards in use at once: 64 MiB; part of the data order, so never a node's choice
 
 # Making a run

@@ -249,6 +249,12 @@ class TrainerDesk:
                 telemetry.evaluating = bool(self._roots)
                 if root is not None:
                     self._on_evaluated(Evaluation(version, root, loss, tokens))
+            case frames.NotEvaluated(version, why):
+                self._roots.pop(version, None)
+                telemetry.evaluating = bool(self._roots)
+                telemetry.say("data", f"Version {version} is not evaluated here: {why}")
+            case frames.ShardsMissing(shards, why):
+                telemetry.say("data", _missing_words(shards, why))
             case TrainerDown(why, retry_s, braked):
                 self._roots.clear()
                 telemetry.evaluating = False
@@ -282,3 +288,10 @@ class TrainerDesk:
             return
         self._put(fact.PassFinished(header))
         self._telemetry.pass_sent()
+
+
+def _missing_words(shards: Sequence[int], why: str) -> str:
+    if not shards:
+        return "Every data shard can be read again."
+    named = ", ".join(map(str, shards[:8])) + (" and more" if len(shards) > 8 else "")
+    return f"Training goes on without data shard {named} until it is there again. {why}".strip()

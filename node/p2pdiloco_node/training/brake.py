@@ -23,6 +23,15 @@ class RestartBrake:
         self._crashes: deque[float] = deque(maxlen=limits.trainer_crashes_max)
         self._brakes = 0  # in a row
 
+    def astray(self, *, passed: bool) -> Pause:
+        """The trainer met values that are not finite again and again: the long pause at once.
+
+        `passed`: a good pass came in that life before, so this is the first brake in a row.
+        """
+        if passed:
+            self._brakes = 0
+        return self._brake()
+
     def crashed(self, started_at: float, now: float) -> Pause:
         """Count a crash at `now` of a trainer that was `started_at` (both seconds, monotonic)."""
         if now - started_at > limits.trainer_crash_window_s:
@@ -32,7 +41,10 @@ class RestartBrake:
         self._crashes.append(now)
         recent = [at for at in self._crashes if now - at <= limits.trainer_crash_window_s]
         if len(recent) == limits.trainer_crashes_max or self._brakes:
-            pause_s = min(limits.trainer_brake_s * 2**self._brakes, limits.trainer_brake_s_max)
-            self._brakes += 1
-            return Pause(pause_s, braked=True)
+            return self._brake()
         return Pause(float(2 ** (len(recent) - 1)), braked=False)
+
+    def _brake(self) -> Pause:
+        pause_s = min(limits.trainer_brake_s * 2**self._brakes, limits.trainer_brake_s_max)
+        self._brakes += 1
+        return Pause(pause_s, braked=True)

@@ -5,18 +5,21 @@ one token, so each token but a shard's first is predicted once per epoch; a tail
 left out. Per epoch the shards are permuted, then cut into windows of a few shards; inside a window all
 sequences are permuted. Both permutations depend on (RunId, PeerId, epoch) alone, so a cursor, counted in
 sequences since the node's first, says exactly what comes next; two nodes overlap like independent samples.
+A shard that is not on this disk is passed over until it is there again (scenario S12): the cursor moves past
+its sequences as past those that were trained on, so the ranges named in headers hold every sequence that was.
 Permutations sort raw Philox words, which numpy never changes, instead of its shuffles, which it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId, RunId, tagged_digest
 
@@ -77,6 +80,29 @@ class DataOrder:
             cursor, count = cursor + taken, count - taken
         return found
 
+    def places_but(self, cursor: int, count: int, missing: Collection[int]) -> tuple[list[Place], int]:
+        """As `places`, without those in `missing` shards; and the cursor behind the last of them.
+
+        Raises: OperatorError: no sequence is left.
+        """
+        if not missing:
+            return self.places(cursor, count), cursor + count
+        absent = np.asarray(sorted(missing), np.int64)
+        if not np.delete(self._blocks, absent).any():
+            raise OperatorError(
+                "no data shard can be read; start again, and what is missing is fetched anew.", 6
+            )
+        found: list[Place] = []
+        while True:
+            epoch, position = divmod(cursor, self.sequences_per_epoch)
+            window = self._window_at(epoch, position)
+            first = position - window.first
+            here = first + np.flatnonzero(~np.isin(window.shard[first:], absent))[: count - len(found)]
+            found += map(Place, window.shard[here].tolist(), window.offset[here].tolist())
+            if len(found) == count:
+                return found, cursor + int(here[-1]) - first + 1
+            cursor += window.size - first
+
     def _window_at(self, epoch: int, position: int) -> _Window:
         if epoch != self._epoch:
             shards = self._permutation("shards", epoch, 0, len(self._blocks))
@@ -107,6 +133,14 @@ class DataOrder:
         return np.argsort(words, kind="stable").astype(np.int64)
 
 
+class ShardMissing(OperatorError):
+    """One shard cannot be read; the others can."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why, 6)
+        self.number = number
+
+
 class ShardReader:
     """Tokens of shards on disk, mapped, one byte each."""
 
@@ -119,12 +153,27 @@ class ShardReader:
     def read(self, places: Sequence[Place]) -> Tokens:
         """(len(places), seq_len + 1) tokens.
 
-        Raises: OperatorError: a shard is missing or has another size.
+        Raises: ShardMissing: a shard is missing or has another size.
         """
         batch = np.empty((len(places), self._seq_len + 1), np.int64)
         for row, place in enumerate(places):
             batch[row] = self._shard(place.shard)[place.offset : place.offset + self._seq_len + 1]
         return batch
+
+    def is_here(self, number: int) -> bool:
+        try:
+            self._shard(number)
+        except ShardMissing:
+            return False
+        return True
+
+    def absent(self) -> set[int]:
+        """Shards without a file of the right size; one look at each, nothing is opened."""
+        return {
+            number
+            for number, path in enumerate(self._paths)
+            if number not in self._open and not _has_size(path, self._tokens[number])
+        }
 
     def _shard(self, number: int) -> npt.NDArray[np.uint8]:
         mapped = self._open.get(number)
@@ -133,14 +182,63 @@ class ShardReader:
             try:
                 mapped = np.memmap(path, np.uint8, mode="r")
             except (OSError, ValueError) as error:
-                raise OperatorError(f"data shard {number} cannot be read at {path}: {error}.") from None
+                raise ShardMissing(
+                    number, f"data shard {number} cannot be read at {path}: {error}."
+                ) from None
             if len(mapped) != self._tokens[number]:
-                raise OperatorError(
+                raise ShardMissing(
+                    number,
                     f"data shard {number} at {path} has {len(mapped)} bytes instead of "
-                    f"{self._tokens[number]}; remove it and start again, it is fetched anew."
+                    f"{self._tokens[number]}; remove it and start again, it is fetched anew.",
                 )
             self._open[number] = mapped
         return mapped
+
+
+class DataFeed:
+    """Batches along the node's order; a shard that cannot be read holds up nothing."""
+
+    def __init__(
+        self,
+        order: DataOrder,
+        reader: ShardReader,
+        clock: Callable[[], float],
+        on_missing: Callable[[Sequence[int], str], None],
+    ) -> None:
+        """`on_missing` is told whenever it changes which shards are passed over, and one of the reasons."""
+        self._order = order
+        self._reader = reader
+        self._clock = clock
+        self._on_missing = on_missing
+        self._missing: set[int] = set()
+        self._look_again_at = 0.0
+
+    def next_batch(self, cursor: int, count: int) -> tuple[Tokens, int]:
+        """(count, seq_len + 1) tokens of the next sequences that are here, and the cursor behind them.
+
+        Raises: OperatorError: no shard can be read.
+        """
+        if self._missing and self._clock() >= self._look_again_at:
+            self._pass_over({number for number in self._missing if not self._reader.is_here(number)}, "")
+        while True:
+            places, behind = self._order.places_but(cursor, count, self._missing)
+            try:
+                return self._reader.read(places), behind
+            except ShardMissing as error:
+                self._pass_over(self._missing | self._reader.absent() | {error.number}, str(error))
+
+    def _pass_over(self, missing: set[int], why: str) -> None:
+        self._look_again_at = self._clock() + limits.shard_retry_s
+        if missing != self._missing:
+            self._missing = missing
+            self._on_missing(sorted(missing), why)
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
 
 
 def evaluation_places(tokens: int, *, seq_len: int, tokens_max: int) -> list[Place]:

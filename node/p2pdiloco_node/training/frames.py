@@ -141,6 +141,20 @@ class Evaluated(Frame, frozen=True):
     tokens: int
 
 
+class NotEvaluated(Frame, frozen=True):
+    """The held-out shard cannot be read here; training goes on."""
+
+    version: int
+    why: str
+
+
+class ShardsMissing(Frame, frozen=True):
+    """These shards are passed over from now on, until they are there again; none: all are."""
+
+    shards: tuple[int, ...]
+    why: str  # of one of them; empty where some came back
+
+
 class Saved(Frame, frozen=True):
     path: str
     size: int  # bytes
@@ -153,7 +167,19 @@ class Failed(Frame, frozen=True):
     message: str
 
 
-Event = Ready | Configured | Stepped | PassDone | Waiting | NotFinite | Evaluated | Saved | Failed
+Event = (
+    Ready
+    | Configured
+    | Stepped
+    | PassDone
+    | Waiting
+    | NotFinite
+    | Evaluated
+    | NotEvaluated
+    | ShardsMissing
+    | Saved
+    | Failed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

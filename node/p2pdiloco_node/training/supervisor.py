@@ -94,6 +94,8 @@ class Supervisor:
         self._moments_void = False
         self._passes_unsaved = 0
         self._saved_at = clock()
+        self._not_finite = 0  # in a row, in this life
+        self._passed = False  # a good pass came in this life
 
     @property
     def pid(self) -> int | None:
@@ -128,6 +130,7 @@ class Supervisor:
 
     def pass_lost(self) -> None:
         """A finished pass became no delta (not finite): its number is used up, its permission is not."""
+        self._not_finite += 1
         if self._allow is not None:
             self.allow(self._allow.until_sequence + 1, 0, self._allow.why)
 
@@ -166,7 +169,10 @@ class Supervisor:
         while True:
             started_at = self._clock()
             why = await self._live()
-            pause = brake.crashed(started_at, self._clock())
+            if self._is_astray:
+                pause = brake.astray(passed=self._passed)
+            else:
+                pause = brake.crashed(started_at, self._clock())
             log.warning("The trainer ended (%s); it is started again in %.0f s.", why, pause.seconds)
             await self._on_event(TrainerDown(why, pause.seconds, pause.braked))
             await self._sleep(pause.seconds)
@@ -174,6 +180,7 @@ class Supervisor:
     async def _live(self) -> str:
         """One process, from start to end. Returns: why it ended."""
         self._life += 1
+        self._not_finite, self._passed = 0, False
         last_words: deque[str] = deque(maxlen=limits.trainer_stderr_lines)
         try:
             self._process = process = await asyncio.create_subprocess_exec(
@@ -196,6 +203,10 @@ class Supervisor:
                     if isinstance(event, frames.Failed):
                         failed = event.message
                     await self._take(event)
+                    if self._is_astray:
+                        failed = f"{self._not_finite} times in a row its values were not finite"
+                        await self._end(process)
+                        break
                 configuring.cancel()
             code = await process.wait()
         finally:
@@ -250,17 +261,27 @@ class Supervisor:
                 self._last_sequence = max(self._last_sequence, event.sequence)
                 self._last_cursor = event.data_first + event.data_count
                 self._passes_unsaved += 1
+                bad = self._not_finite
                 await self._on_event(event)
+                if self._not_finite == bad:  # `pass_lost` was not called
+                    self._not_finite, self._passed = 0, True
                 if (
                     self._passes_unsaved >= limits.checkpoint_passes
                     or self._clock() - self._saved_at >= limits.checkpoint_s
                 ):
                     self.save_checkpoint()
+            case frames.NotFinite():
+                self._not_finite += 1
+                await self._on_event(event)
             case frames.Saved():
                 await asyncio.to_thread(self._checkpoints.commit, event)
                 await self._on_event(event)
             case _:
                 await self._on_event(event)
+
+    @property
+    def _is_astray(self) -> bool:
+        return self._not_finite >= limits.trainer_not_finite_max
 
     def _moments(self) -> Path | None:
         if self._moments_void:

@@ -28,7 +28,7 @@ from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.wire.codec import decode
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array, take_array, write_array
-from p2pdiloco_node.training.data import DataOrder, ShardReader, evaluation_places
+from p2pdiloco_node.training.data import DataFeed, DataOrder, ShardMissing, ShardReader, evaluation_places
 from p2pdiloco_node.training.evaluation import Evaluation
 from p2pdiloco_node.training.frames import Command, Event
 from p2pdiloco_node.training.moments_file import read_moments, write_moments
@@ -69,11 +69,14 @@ class Worker:
             self.loop.load_moments(*read_moments(Path(configure.moments), spec.model.params))
         seq_len = spec.model.seq_len
         sizes = [shard.tokens for shard in spec.data.shards]
-        self._order = DataOrder(
+        order = DataOrder(
             run_id_of(configure.spec), PeerId(configure.peer), sizes,
             seq_len=seq_len, window_shards=limits.data_window_shards,
         )  # fmt: skip
-        self._shards = ShardReader([Path(p) for p in configure.shards], sizes, seq_len=seq_len)
+        shards = ShardReader([Path(p) for p in configure.shards], sizes, seq_len=seq_len)
+        self._data = DataFeed(
+            order, shards, clock, lambda missing, why: emit(frames.ShardsMissing(tuple(missing), why))
+        )
         held_out = spec.data.evaluation.tokens
         self._held_out = ShardReader([Path(configure.evaluation)], [held_out], seq_len=seq_len)
         self._eval_places = evaluation_places(
@@ -192,14 +195,14 @@ class Worker:
     def _step(self, current: Pass) -> None:
         inner = self.spec.inner
         step_tokens = self.spec.tokens_per_inner_step
-        batch = self._shards.read(self._order.places(self._cursor, inner.sequences_per_step))
+        batch, behind = self._data.next_batch(self._cursor, inner.sequences_per_step)
         rate = learning_rate(
             inner, self._clock_tokens + current.steps * step_tokens,
             target_tokens=self._target_tokens, step_tokens=step_tokens,
         )  # fmt: skip
         began = self._clock()
         loss = self.loop.step(batch, rate)
-        self._cursor += inner.sequences_per_step
+        self._cursor = behind
         if loss is None:
             self.loop.roll_back()
             self._emit(frames.NotFinite(current.steps + 1, current.data_first, "loss or gradient"))
@@ -259,7 +262,14 @@ class Worker:
             asked = self._asked.popleft()
             self.loop.load_evaluation(take_array(Path(asked.params), self.spec.model.params))
             self._evaluation = Evaluation(asked.version, self._eval_places, slice_sequences=self._eval_slice)
-        if self._evaluation.turn(self._held_out.read, self.loop.evaluate):
+        try:
+            over = self._evaluation.turn(self._held_out.read, self.loop.evaluate)
+        except ShardMissing as error:
+            version, self._evaluation = self._evaluation.version, None
+            self.loop.drop_evaluation()
+            self._emit(frames.NotEvaluated(version, str(error)))
+            return
+        if over:
             seq_len = self.spec.model.seq_len
             done, self._evaluation = self._evaluation, None
             self.loop.drop_evaluation()

@@ -217,6 +217,18 @@ async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: K
     assert not kit.desk.evaluating
 
 
+async def test_missing_data_is_said_and_an_evaluation_that_failed_is_over(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await kit.desk.trainer_said(frames.NotEvaluated(4, "data shard 0 cannot be read"))
+    assert not kit.desk.evaluating
+    await kit.desk.trainer_said(frames.ShardsMissing((2, 5), "data shard 2 cannot be read."))
+    await kit.desk.trainer_said(frames.ShardsMissing((), ""))
+    assert [
+        words in text for words, text in zip(("not evaluated", "shard 2, 5", "again"), kit.said, strict=True)
+    ] == [True] * 3
+    assert kit.evaluations == []
+
+
 async def test_a_trainer_that_ends_takes_its_evaluation_along_and_is_said(kit: Kit) -> None:
     kit.desk.evaluate(4, ROOT, soon(4))
     await kit.desk.trainer_said(TrainerDown("exit status 1", 2.0, braked=False))

@@ -16,6 +16,13 @@ def test_one_second_two_seconds_ten_minutes_doubling() -> None:
     assert pauses == [(1, False), (2, False), (600, True), (1200, True), (2400, True), (4800, True)]
 
 
+def test_values_that_are_not_finite_brake_at_once_and_longer_each_time() -> None:
+    brake = RestartBrake()
+    assert brake.astray(passed=False) == (600, True)
+    assert brake.astray(passed=False) == (1200, True)
+    assert brake.astray(passed=True) == (600, True)
+
+
 def test_the_brake_has_an_end() -> None:
     brake = RestartBrake()
     pauses = [brake.crashed(0.0, 0.0).seconds for _ in range(40)]

@@ -113,6 +113,21 @@ def test_a_shard_that_is_no_multiple_of_the_sequence_gives_whole_batches(tmp_pat
     assert all(row == list(range(row[0], row[0] + 9)) for row in batch.tolist())
 
 
+@given(st.integers(0, 200), st.integers(1, 30), st.sets(st.integers(0, 3), max_size=3))
+def test_missing_shards_are_passed_over_and_nothing_else(cursor: int, count: int, missing: set[int]) -> None:
+    data = order([100, 57, 80, 30])
+    places, behind = data.places_but(cursor, count, missing)
+    passed = data.places(cursor, behind - cursor)
+    assert places == [p for p in passed if p.shard not in missing]
+    assert len(places) == count
+    assert passed[-1] == places[-1]
+
+
+def test_without_any_shard_there_is_one_sentence() -> None:
+    with pytest.raises(OperatorError, match="no data shard can be read"):
+        order([100, 57, 5]).places_but(0, 1, {0, 1})
+
+
 def test_a_missing_or_cut_shard_is_named(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     reader = ShardReader([path], [29], seq_len=8)

@@ -48,6 +48,8 @@ while (command := f.read_command(sys.stdin.buffer)) is not None:
         if command.why == "pass":
             say(f.PassDone(number, "", 0, 4, cursor, 16, 2.0))
             number, cursor = number + 1, cursor + 16
+        if command.why == "bad":
+            say(f.NotFinite(1, cursor, "loss"))
         if command.why == "crash":
             print("a warning", file=sys.stderr)
             print("RuntimeError: out of memory", file=sys.stderr, flush=True)
@@ -231,6 +233,52 @@ async def test_three_crashes_and_the_brake_holds(tmp_path: Path) -> None:
         await desk.supervisor.adopt(3, 10, 7000, desk.view)
         desk.supervisor.pause()
         desk.supervisor.save_checkpoint()
+
+
+async def bad_values(desk: Desk, n: int) -> None:
+    """The trainer says so often that its loss is not finite."""
+    before = len(desk.all(frames.NotFinite))
+    for _ in range(n):
+        desk.supervisor.allow(1, 0, "bad")
+    await desk.until(lambda: len(desk.all(frames.NotFinite)) == before + n)
+
+
+async def test_three_times_not_finite_in_a_row_and_the_brake_holds(tmp_path: Path) -> None:
+    """S18: no flood of empty passes; a good pass between them forgives."""
+    async with running(tmp_path) as desk:
+        desk.state.set()
+        await desk.until(lambda: len(desk.heard("Adopt")) == 1)
+        await bad_values(desk, 2)
+        desk.supervisor.allow(1, 0, "pass")
+        await desk.until(lambda: bool(desk.all(frames.PassDone)))
+        await bad_values(desk, 2)
+        assert desk.all(TrainerDown) == []
+        for life, pause_s in ((1, 600), (2, 1200)):
+            await bad_values(desk, 1 if life == 1 else 3)
+            await desk.until(lambda life=life: len(desk.all(TrainerDown)) == life)  # type: ignore[misc]
+            why = "3 times in a row its values were not finite"
+            assert desk.all(TrainerDown)[-1] == TrainerDown(why, pause_s, braked=True)
+            assert desk.supervisor.pid is None
+            desk.supervisor.allow(1, 0, "free")
+            desk.go_on.release()
+            await desk.until(lambda life=life: len(desk.heard("Adopt")) == life + 1)  # type: ignore[misc]
+
+
+async def test_passes_that_become_no_delta_count_as_not_finite(tmp_path: Path) -> None:
+    async with running(tmp_path) as desk:
+        hear = desk.supervisor._on_event
+
+        async def lost(event: Told) -> None:
+            if isinstance(event, frames.PassDone):
+                desk.supervisor.pass_lost()
+            await hear(event)
+
+        desk.supervisor._on_event = lost
+        desk.state.set()
+        await desk.until(lambda: bool(desk.heard("Adopt")))
+        desk.supervisor.allow(3, 0, "pass")  # each lost pass gives its permission back: ordered again
+        await desk.until(lambda: bool(desk.all(TrainerDown)))
+        assert desk.all(TrainerDown)[0].braked
 
 
 async def test_half_a_frame_is_a_crash(tmp_path: Path) -> None:

@@ -355,16 +355,49 @@ def test_it_resumes_at_its_cursor_and_number(bench: Bench) -> None:
 
 
 def test_bad_data_or_device_is_said_in_a_sentence(tiny: TinyModelRun) -> None:
-    tiny.shards[0].unlink()
+    for shard in tiny.shards:
+        shard.unlink()
     bench = Bench(tiny)
     bench.adopt(tiny.params)
-    with pytest.raises(OperatorError, match="data shard"):
+    with pytest.raises(OperatorError, match="no data shard can be read"):
         bench.turn(4)
     import torch
 
     if not torch.cuda.is_available():
         with pytest.raises(OperatorError, match="use auto or cpu"):
             Bench(tiny, device="cuda")
+
+
+def test_a_missing_shard_is_passed_over_and_used_again_when_it_is_there(tiny: TinyModelRun) -> None:
+    """S12: the next shard is used meanwhile, and the headers' ranges hold all that was trained on."""
+    text = tiny.shards[0].read_bytes()
+    tiny.shards[0].unlink()
+    bench = Bench(tiny)
+    bench.adopt(tiny.params)
+    bench.worker.obey(frames.Allow(9, ""))
+    bench.turn(10)
+    (missing,) = bench.all(frames.ShardsMissing)
+    assert (missing.shards, "shard 0 cannot be read" in missing.why) == ((0,), True)
+    one, two = bench.all(frames.PassDone)
+    assert (one.steps, two.steps) == (4, 4)
+    assert one.data_count > 16
+    assert two.data_first == one.data_first + one.data_count
+    tiny.shards[0].write_bytes(text)
+    bench.now += limits.shard_retry_s
+    bench.turn(5)
+    assert [m.shards for m in bench.all(frames.ShardsMissing)] == [(0,), ()]
+    assert bench.all(frames.PassDone)[2].data_count == 16
+
+
+def test_a_missing_held_out_shard_costs_the_evaluation_alone(bench: Bench) -> None:
+    bench.tiny.evaluation.unlink()
+    path = bench.tiny.folder / "evaluation.f32"
+    write_array(path, bench.tiny.params)
+    bench.worker.obey(frames.Evaluate(9, str(path)))
+    bench.turn(5)
+    (told,) = bench.all(frames.NotEvaluated)
+    assert (told.version, "cannot be read" in told.why) == (9, True)
+    assert len(bench.all(frames.PassDone)) == 1
 
 
 def test_a_run_of_another_model_is_not_trained(tiny: TinyModelRun) -> None:
