@@ -24,6 +24,10 @@ zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
 uploads_per_node_max = 4  # concurrent blobs served; then 503 with Retry-After and other donors
 fetches_per_node_max = 4  # concurrent blobs fetched
 receives_per_node_max = 16  # concurrent deltas taken from their senders
+uploads_kept = 1  # of the blobs served at once: for peers that the log knows
+receives_kept = 4  # of the deltas taken at once: for peers that the log knows
+slots_per_address_max = 2  # bodies on their way to or from one address; local runs have no such share
+known_address_s_max = 600.0  # an address counts as known so long after a peer was heard from it
 
 # Protocol
 contributions_max = 32  # deltas in one outer step
@@ -61,9 +65,10 @@ connections_max = 512  # half of the usual limit of 1024 open files
 connections_per_address_max = 64  # a household or a small cluster behind one address
 header_timeout_s = 15.0  # keep-alive and slow headers
 body_timeout_s = 600.0  # whole body of a blob
-body_rate_bytes_per_s_min = 4 * KIB  # slower than this after the grace: cut off
+body_rate_bytes_per_s_min = 16 * KIB  # slower than this after the grace: cut off; large bodies need more
 body_rate_grace_s = 5.0  # a slow start of a home link is no offence
 request_timeout_s = 10.0  # a control message
+full_store_retry_s = 30.0  # a full disk or store is rarely mended sooner
 retry_after_s = 2.0  # about the time in which an upload slot becomes free
 event_streams_max = 200  # open live pages
 event_streams_per_address_max = 16  # browsers behind one address; a tab needs one
@@ -83,6 +88,7 @@ flight_recorder_bytes_max = 16 * MIB  # the last minutes of events, written down
 events_waiting_max = 4096  # undigested messages before the server answers 503
 loop_lag_s_max = 0.5  # the event loop was held up for longer: said once a minute
 shutdown_s_max = 4.0  # from SIGTERM to the end of the process, with a second to spare (scenario E4)
+catch_up_s_max = 300.0  # a starting node whose log does not grow for so long trains with what it has
 run_over_linger_s = 8.0  # after the last entry a node serves the others for so long before it leaves
 
 # Storage of one run on one machine
@@ -90,7 +96,11 @@ delta_store_bytes_max = 64 * 1024 * MIB  # deltas kept, parts of unfinished ones
 shard_store_bytes_max = 64 * 1024 * MIB  # training and evaluation shards
 snapshot_store_bytes_max = 64 * 1024 * MIB  # chunks: `snapshots_kept` snapshots and one in the making
 blob_part_age_s_max = 86400.0  # an unfinished blob older than this is removed at start
-blob_parts_open_max = 64  # unfinished blobs with a file open
+blob_parts_fetched_max = 32  # unfinished blobs of one purpose that this node fetches; each has a file open
+blob_parts_put_max = 32  # unfinished deltas put here by peers that the log knows, and as many by strangers
+blob_parts_per_peer_max = in_flight_max  # unfinished deltas of one sender; its oldest gives way
+blob_part_spared_s = 10.0  # a part written to so lately never gives way to another sender's
+blob_part_idle_s_max = 600.0  # a part without news for longer is dropped when another one begins
 log_frame_bytes_max = message_bytes_max  # one entry in the log file
 state_write_share = 0.1  # share of time spent on writing state files; deltas replay the rest
 state_write_versions_max = 8  # outer steps between two state files at most: bounds the replay at start

@@ -44,7 +44,6 @@ from p2pdiloco_node.transport.http_session import make_session
 
 log = logging.getLogger("p2pdiloco.node")
 CATCH_UP_POLL_S = 0.2
-ALONE_S = 10.0  # nobody was heard for so long after the start: train with what is here
 TRAINER_NICE = 5  # on a busy machine heartbeats and acks go before inner steps
 REPORT_S = 1.0  # between two reports to the page in a local run; else as often as announces
 EVALUATION_S_MAX = 60.0  # a last evaluation may take so long after the run is over
@@ -302,10 +301,7 @@ class Daemon:
         self.telemetry.why = "fetching the run's data"
         await self.participant.fetch_all([*data.shards, data.evaluation], Purpose.SHARD)
         self.telemetry.state, self.telemetry.why = "syncing", "catching up with the swarm"
-        alone_at = asyncio.get_running_loop().time() + ALONE_S
-        while not (self.participant.heard_anybody and self.participant.caught_up()):
-            if not self.participant.heard_anybody and asyncio.get_running_loop().time() > alone_at:
-                break
+        while not self.participant.caught_up():  # noqa: ASYNC110 - rare, and time is part of it
             await asyncio.sleep(CATCH_UP_POLL_S)
         paths = [self.participant.blobs.path(Digest(s.digest)) for s in (*data.shards, data.evaluation)]
         here = [path for path in paths if path is not None]

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -46,6 +47,7 @@ from p2pdiloco_node import __version__
 from p2pdiloco_node.config import HostPort
 from p2pdiloco_node.driver import Desk, Driver, Ports
 from p2pdiloco_node.flight_recorder import FlightRecorder
+from p2pdiloco_node.heads import Heads
 from p2pdiloco_node.held_deltas import HeldDeltas
 from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
@@ -96,7 +98,8 @@ class Participant:
         self.server: Server | None = None
         self._head: bytes | None = None
         self.setup_bytes = 0  # fetched in this life before training: shards and version 0
-        self._peer_heads: dict[PeerId, int] = {}
+        self.heads = Heads(setting.signer.peer_id, time.monotonic)
+        self._trusted: tuple[int, frozenset[bytes]] = (-1, frozenset())  # version, who has trust then
         # What a tracker adds: True if the message was for it alone.
         self.takes_message: Callable[[Opened, bytes, str], bool] = lambda _opened, _sealed, _address: False
 
@@ -152,6 +155,8 @@ class Participant:
             on_delta=self._on_delta,
             head=lambda: self._head,
             health=self._health,
+            known=self._knows,
+            local=setting.spec.admission == "local",
             donors=lambda _digest: self.donors()[:8],
         )
         app = server.app()
@@ -305,12 +310,18 @@ class Participant:
             log.error("The last events before this crash are in %s.", path)
 
     def caught_up(self) -> bool:
-        """Whether this node has applied as much as any peer said to have."""
-        return self.node is not None and self.node.index >= max(self._peer_heads.values(), default=0)
+        """Whether this node may begin to train: it has what a quorum of its committee has (heads.py)."""
+        return self.node is not None and self.heads.caught_up(self.node.index, self.node.committee)
 
-    @property
-    def heard_anybody(self) -> bool:
-        return bool(self._peer_heads)
+    def _knows(self, peer: PeerId) -> bool:
+        """Whether the log knows this peer: it has a seat, or deltas of it were accepted."""
+        node = self.node
+        if node is None:
+            return peer == self.setting.spec.committee.genesis.witness
+        if self._trusted[0] != node.version:
+            trusted = frozenset(p.peer for p in node.state.peers if p.trust > 0)
+            self._trusted = (node.version, trusted)
+        return peer in self._trusted[1] or peer in node.committee.members
 
     def brain_view(self) -> BrainView:
         node = self.node
@@ -357,9 +368,9 @@ class Participant:
         if isinstance(message, DeltaReceipt):
             self.telemetry.receipt(message)
         elif isinstance(message, Heartbeat):
-            self._peer_heads[opened.sender] = message.index
-            if len(self._peer_heads) > limits.peers_max:
-                del self._peer_heads[next(iter(self._peer_heads))]
+            node = self.node
+            committee = node.committee if node is not None else self.setting.spec.committee.genesis
+            self.heads.heard(opened.sender, message.index, committee)
         if self.driver is None or not self.driver.put(
             fact.MessageReceived(opened.sender, opened.key, opened.boot, message, sealed)
         ):

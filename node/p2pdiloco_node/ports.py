@@ -30,11 +30,19 @@ class Purpose(StrEnum):
     SNAPSHOT = "snapshot"
 
 
+class Origin(NamedTuple):
+    """Who puts a blob here."""
+
+    peer: PeerId
+    known: bool  # the log knows it: it has a share that strangers cannot take
+
+
 class BlobStore(Protocol):
     """Bytes on disk by digest. A blob is either whole and verified, or a resumable part, never between.
 
     Raises OperatorError (disk full, store at its limit) and TransportError (not here, or another writer
-    is ahead with this part). Safe to use from several threads.
+    is ahead with this part; with `retry_after_s`: the share for unfinished blobs is full). Safe to use from
+    several threads.
     """
 
     def has(self, digest: Digest) -> bool: ...
@@ -48,9 +56,16 @@ class BlobStore(Protocol):
         ...
 
     def append_part(
-        self, digest: Digest, offset: int, data: bytes, size: int, purpose: Purpose = Purpose.DELTA
+        self,
+        digest: Digest,
+        offset: int,
+        data: bytes,
+        size: int,
+        purpose: Purpose = Purpose.DELTA,
+        origin: Origin | None = None,
     ) -> None:
-        """`size`: of the whole blob. `offset` is the part's size, or the call fails."""
+        """`size`: of the whole blob. `offset` is the part's size, or the call fails. `origin`: who puts it
+        here; None where this node fetches it."""
         ...
 
     def finish_part(self, digest: Digest) -> bool:

@@ -12,14 +12,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import DIGEST_BYTES, Digest, digest_of, short
-from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.ports import Origin, Purpose
 from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, remove_files, write_new
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,12 @@ BUDGETS: Mapping[Purpose, int] = {
 class _Part:
     """An unfinished blob; its lock is held while bytes are written or hashed."""
 
-    def __init__(self, path: Path, size: int, here: int, purpose: Purpose) -> None:
+    def __init__(
+        self, path: Path, size: int, here: int, purpose: Purpose, origin: Origin | None, now: float
+    ) -> None:
         self.path = path
+        self.origin = origin  # None: fetched by this node, or left by an earlier life
+        self.news_at = now  # of the last bytes
         self.size = size  # bytes of the whole blob
         self.here = here  # bytes written
         self.purpose = purpose
@@ -63,10 +67,12 @@ class DiskBlobStore:
         *,
         budgets: Mapping[Purpose, int] = BUDGETS,
         also: Sequence[Path] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises: OperatorError if `root` cannot be written."""
         self._files = files or Files()
         self._root = root
+        self._clock = clock
         self._budgets = budgets
         self._lock = threading.Lock()
         self._blobs: dict[Digest, tuple[Purpose, int, Path]] = {}
@@ -160,10 +166,17 @@ class DiskBlobStore:
         return part.here if part else 0
 
     def append_part(
-        self, digest: Digest, offset: int, data: bytes, size: int, purpose: Purpose = Purpose.DELTA
+        self,
+        digest: Digest,
+        offset: int,
+        data: bytes,
+        size: int,
+        purpose: Purpose = Purpose.DELTA,
+        origin: Origin | None = None,
     ) -> None:
-        """Raises: OperatorError; TransportError if another writer is ahead or says another size."""
-        part = self._part(digest, size, purpose)
+        """Raises: OperatorError; TransportError if another writer is ahead or says another size, and, with
+        `retry_after_s`, if the share of `origin` for unfinished blobs is full."""
+        part = self._part(digest, size, purpose, origin)
         with part.lock:
             if self._parts.get(digest) is not part or offset != part.here or part.size != size:
                 raise TransportError(f"the part of {short(digest)} is at {part.here} of {part.size} bytes")
@@ -183,6 +196,7 @@ class DiskBlobStore:
             assert part.hash is not None
             part.hash.update(data)
             part.here += len(data)
+            part.news_at = self._clock()
 
     def finish_part(self, digest: Digest) -> bool:
         """True: it is a blob now, durably. False: wrong bytes, and they are gone. Raises: OperatorError."""
@@ -238,21 +252,58 @@ class DiskBlobStore:
             with part.lock:
                 part.close()
 
-    def _part(self, digest: Digest, size: int, purpose: Purpose) -> _Part:
-        with self._lock:
-            if digest in self._blobs:
-                raise TransportError(f"blob {short(digest)} is whole")
-            part = self._parts.get(digest)
-            if part is None:
-                if len(self._parts) >= limits.blob_parts_open_max:
-                    raise OperatorError(
-                        f"{len(self._parts)} blobs are unfinished; that is as many as may be.",
-                        exit_code=6,
-                    )
-                self._reserve(purpose, size)
-                part = _Part(self._root / purpose / "parts" / f"{digest.hex()}.{size}", size, 0, purpose)
-                self._parts[digest] = part
-            return part
+    def _part(self, digest: Digest, size: int, purpose: Purpose, origin: Origin | None) -> _Part:
+        while True:
+            with self._lock:
+                if digest in self._blobs:
+                    raise TransportError(f"blob {short(digest)} is whole")
+                part = self._parts.get(digest)
+                if part is not None:
+                    return part
+                gives_way = self._gives_way(purpose, origin)
+                if gives_way is None:
+                    self._reserve_part(purpose, size, origin)
+                    path = self._root / purpose / "parts" / f"{digest.hex()}.{size}"
+                    part = _Part(path, size, 0, purpose, origin, self._clock())
+                    self._parts[digest] = part
+                    return part
+            victim, old = gives_way
+            with old.lock:
+                if self._parts.get(victim) is old:
+                    self._drop_part(victim, old)
+
+    def _gives_way(self, purpose: Purpose, origin: Origin | None) -> tuple[Digest, _Part] | None:
+        """The part to drop before another one may begin, or None. With the lock held.
+
+        Raises: TransportError if there is no room and every part that could give way has news.
+        """
+        now = self._clock()
+        by_age = sorted(self._parts.items(), key=lambda item: item[1].news_at)
+        if by_age and now - by_age[0][1].news_at > limits.blob_part_idle_s_max:
+            return by_age[0]
+        if origin is None:
+            same = [one for one in by_age if one[1].purpose is purpose and one[1].origin is None]
+            return same[0] if len(same) >= limits.blob_parts_fetched_max else None
+        known, mine = origin.known, origin.peer
+        same = [one for one in by_age if one[1].origin is not None and one[1].origin.known is known]
+        own = [one for one in same if one[1].origin is not None and one[1].origin.peer == mine]
+        if len(own) >= limits.blob_parts_per_peer_max:
+            return own[0]
+        if len(same) < limits.blob_parts_put_max:
+            return None
+        if now - same[0][1].news_at > limits.blob_part_spared_s:
+            return same[0]
+        raise TransportError(f"{len(same)} deltas are on their way here", limits.retry_after_s)
+
+    def _reserve_part(self, purpose: Purpose, size: int, origin: Origin | None) -> None:
+        """With the lock held. A store that is full is no news to a sender but a reason to wait."""
+        try:
+            self._reserve(purpose, size)
+        except OperatorError as error:
+            if origin is None:
+                raise
+            log.warning("%s", error)
+            raise TransportError("the store of deltas is full", limits.full_store_retry_s) from None
 
     def _reserve(self, purpose: Purpose, size: int) -> None:
         """With the lock held."""
@@ -294,18 +345,20 @@ class DiskBlobStore:
                 elif folder.name != "parts":
                     self._blobs[digest] = (purpose, status.st_size, path)
                     self._used[purpose] += status.st_size
-                elif self._keeps_part(status, size_text):
-                    self._parts[digest] = _Part(path, int(size_text), status.st_size, purpose)
+                elif self._keeps_part(purpose, status, size_text):
+                    self._parts[digest] = _Part(
+                        path, int(size_text), status.st_size, purpose, None, self._clock()
+                    )
                     self._used[purpose] += int(size_text)
                 else:
                     remove_files(self._files, path)
 
-    def _keeps_part(self, status: os.stat_result, size_text: str) -> bool:
+    def _keeps_part(self, purpose: Purpose, status: os.stat_result, size_text: str) -> bool:
         return (
             size_text.isdecimal()
             and status.st_size <= int(size_text) <= limits.blob_bytes_max
             and time.time() - status.st_mtime < limits.blob_part_age_s_max
-            and len(self._parts) < limits.blob_parts_open_max
+            and sum(p.purpose is purpose for p in self._parts.values()) < limits.blob_parts_fetched_max
         )
 
 

@@ -109,7 +109,12 @@ def faults_as_answers(strikes: Strikes) -> Middleware:
         except OperatorError as error:
             # This machine's trouble (its disk): never held against the sender, and no paths go out.
             log.warning("%s", error)
-            return refusal("NO_ROOM", "this node cannot store it now", status=507, retry_after_s=30)
+            return refusal(
+                "NO_ROOM",
+                "this node cannot store it now",
+                status=507,
+                retry_after_s=limits.full_store_retry_s,
+            )
         except web.HTTPException as error:
             return refusal(error.reason.upper().replace(" ", "_"), f"{request.method} {request.path[:80]}",
                            status=error.status)  # fmt: skip

@@ -14,10 +14,11 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError, TransportError
 from p2pdiloco.ids import DIGEST_BYTES, Digest, PeerId, RunId
 from p2pdiloco.wire.signing import Verify
-from p2pdiloco_node.ports import BlobStore, Purpose
+from p2pdiloco_node.ports import BlobStore, Origin, Purpose
 from p2pdiloco_node.transport.answers import content_length, refusal, remote_ip
 from p2pdiloco_node.transport.bodies import Pace, Paced, TooSlow, read_parts
 from p2pdiloco_node.transport.guards import Strikes
+from p2pdiloco_node.transport.slots import Slots
 from p2pdiloco_node.transport.traffic import Traffic
 from p2pdiloco_node.transport.upload_proof import check_proof
 
@@ -27,6 +28,7 @@ DONORS_NAMED_MAX = 8
 
 OnDelta = Callable[[Digest], Awaitable[None]]
 Donors = Callable[[Digest], Sequence[PeerId]]
+Known = Callable[[PeerId], bool]
 
 
 class Allowed(NamedTuple):
@@ -39,6 +41,9 @@ class BlobRoutes:
 
     A delta is served once it is revealed (commit before reveal, protocol.md 5); shards and chunks of
     snapshots always. Called on the event loop only.
+
+    `known(peer)`: whether the log knows this peer; `known_address(ip)`: whether such a peer was heard from
+    there of late. Both only ever decide who waits.
     """
 
     def __init__(
@@ -52,6 +57,9 @@ class BlobRoutes:
         strikes: Strikes,
         traffic: Traffic,
         pace: Pace,
+        known: Known,
+        known_address: Callable[[str], bool],
+        local: bool,
     ) -> None:
         self._blobs = blobs
         self._run = run
@@ -64,7 +72,10 @@ class BlobRoutes:
         self._allowed: dict[Digest, Allowed] = {}
         self._revealed: set[Digest] = set()
         self._receiving: set[Digest] = set()
-        self._sending = 0
+        self._known = known
+        self._known_address = known_address
+        self._intake = Slots(limits.receives_per_node_max, kept=limits.receives_kept, local=local)
+        self._outlet = Slots(limits.uploads_per_node_max, kept=limits.uploads_kept, local=local)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -112,20 +123,19 @@ class BlobRoutes:
         if request.method == "HEAD":
             await answer.prepare(request)
             return answer
-        if self._sending >= limits.uploads_per_node_max:
+        address = remote_ip(request)
+        if not self._outlet.is_free(address, known=self._known_address(address)):
             named = [p.hex() for p in self._donors(digest)[:DONORS_NAMED_MAX]]
             return refusal(
-                "BUSY", "all slots are taken", retry_after_s=limits.retry_after_s, donors=named
+                "BUSY", "no slot is free for this address", retry_after_s=limits.retry_after_s, donors=named
             )  # fmt: skip
-        self._sending += 1
-        try:
-            await answer.prepare(request)
-            await self._send(answer, path, first, last + 1 - first)
-        except (TooSlow, OSError):
-            if request.transport is not None:
-                request.transport.abort()
-        finally:
-            self._sending -= 1
+        with self._outlet.held(address):
+            try:
+                await answer.prepare(request)
+                await self._send(answer, path, first, last + 1 - first)
+            except (TooSlow, OSError):
+                if request.transport is not None:
+                    request.transport.abort()
         return answer
 
     async def _send(self, answer: web.StreamResponse, path: Path, first: int, length: int) -> None:
@@ -133,7 +143,7 @@ class BlobRoutes:
         file = await asyncio.to_thread(path.open, "rb")
         try:
             await asyncio.to_thread(file.seek, first)
-            async with Paced(self._pace) as paced:
+            async with Paced(self._pace.for_size(length)) as paced:
                 while length:
                     data = await asyncio.to_thread(file.read, min(length, limits.io_bytes))
                     if not data:
@@ -168,17 +178,21 @@ class BlobRoutes:
         )  # fmt: skip
         if self._blobs.has(digest):
             return _whole(digest, status=200)
-        if digest in self._receiving or len(self._receiving) >= limits.receives_per_node_max:
-            raise PeerError("BUSY", "this delta is on its way already, or too many are")
+        if digest in self._receiving:
+            raise PeerError("BUSY", "this delta is on its way already")
+        address, origin = remote_ip(request), Origin(allowed.sender, self._known(allowed.sender))
+        if not self._intake.is_free(address, known=origin.known):
+            raise PeerError("BUSY", "all slots for this sender and address are taken")
         here = self._blobs.part_size(digest)
         if first != here:
             return refusal("BAD_OFFSET", f"{here} bytes are here", offset=here)
         self._receiving.add(digest)
         try:
-            await self._receive(request, digest, first, length, allowed.size)
-            if first + length < allowed.size:
-                return web.json_response({"offset": first + length}, status=202)
-            await self._finish(digest, allowed.sender)
+            with self._intake.held(address):
+                await self._receive(request, digest, first, length, allowed.size, origin)
+                if first + length < allowed.size:
+                    return web.json_response({"offset": first + length}, status=202)
+                await self._finish(digest, allowed.sender)
         finally:
             self._receiving.discard(digest)
         return _whole(digest, status=201)
@@ -191,14 +205,22 @@ class BlobRoutes:
         await self._on_delta(digest)
 
     async def _receive(
-        self, request: web.Request, digest: Digest, offset: int, length: int, size: int
+        self, request: web.Request, digest: Digest, offset: int, length: int, size: int, origin: Origin
     ) -> None:
-        async for part in read_parts(request.content, length, self._pace):
-            self._traffic.down_data += len(part)
+        async def append(data: bytes) -> None:
             try:
-                await asyncio.to_thread(self._blobs.append_part, digest, offset, part, size)
+                await asyncio.to_thread(
+                    self._blobs.append_part, digest, offset, data, size, Purpose.DELTA, origin
+                )
             except TransportError as error:
+                if error.retry_after_s is not None:
+                    raise  # no room for it now: BUSY, nobody's fault
                 raise PeerError("BAD_OFFSET", f"{error} (from {remote_ip(request)})") from None
+
+        await append(b"")  # is there room? Asked before the body is taken, so that the answer gets through
+        async for part in read_parts(request.content, length, self._pace.for_size(length)):
+            self._traffic.down_data += len(part)
+            await append(part)
             offset += len(part)
 
 

@@ -22,6 +22,11 @@ class Pace(NamedTuple):
     grace_s: float = limits.body_rate_grace_s
     bytes_per_s_min: float = limits.body_rate_bytes_per_s_min
 
+    def for_size(self, length: int) -> Pace:
+        """For a body of `length` bytes: at least the rate that brings it over in the total time, from the
+        start. Otherwise a large body holds its slot for the total time at the rate of a small one."""
+        return self._replace(bytes_per_s_min=max(self.bytes_per_s_min, length / self.total_s))
+
 
 class Stream(Protocol):
     """The part of aiohttp's StreamReader that is needed."""

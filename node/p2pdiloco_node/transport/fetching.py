@@ -58,6 +58,7 @@ class Fetcher:
         self._rng = rng
         self._slots = asyncio.Semaphore(limits.fetches_per_node_max)
         self._under_way: dict[Digest, asyncio.Lock] = {}
+        self._places: dict[PeerId, asyncio.Semaphore] = {}  # a donor gives one address no more at once
 
     async def fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
         """Into the store. Two calls for one blob take turns, and the second finds it there.
@@ -74,7 +75,10 @@ class Fetcher:
                 self._under_way.pop(digest, None)
 
     async def _fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
-        asked = sorted(dict.fromkeys(donors), key=lambda d: self._strikes.refused_for_s(d) > 0)
+        asked = sorted(
+            dict.fromkeys(donors),
+            key=lambda d: (self._strikes.refused_for_s(d) > 0, self._place_at(d).locked()),
+        )
         gave: set[PeerId] = set()  # whose bytes are in the part; an earlier life's count as unknown
         if self._blobs.part_size(digest):
             gave.add(PeerId(b""))
@@ -89,8 +93,9 @@ class Fetcher:
                     await asyncio.to_thread(self._blobs.delete, digest)
                     gave.clear()
                 try:
-                    if await self._from(donor, digest, size_max, purpose, gave):
-                        return
+                    async with self._place_at(donor):
+                        if await self._from(donor, digest, size_max, purpose, gave):
+                            return
                     why = TransportError(f"blob {short(digest)} came damaged")
                     alone = again = alone or gave != {donor}
                     gave.clear()
@@ -104,6 +109,11 @@ class Fetcher:
             if wait:
                 await asyncio.sleep(wait * self._rng.uniform(0.7, 1.3))
         raise TransportError(f"blob {short(digest)}: {why}", why.retry_after_s)
+
+    def _place_at(self, donor: PeerId) -> asyncio.Semaphore:
+        if len(self._places) > limits.peers_max:
+            self._places = {d: p for d, p in self._places.items() if p.locked()}
+        return self._places.setdefault(donor, asyncio.Semaphore(limits.slots_per_address_max))
 
     async def _from(
         self, donor: PeerId, digest: Digest, size_max: int, purpose: Purpose, gave: set[PeerId]
@@ -155,7 +165,7 @@ class Fetcher:
                     await asyncio.to_thread(self._blobs.delete, digest)
                 gave.clear()
                 offset = 0
-            async for part in read_parts(answer.content, size - first, self._pace):
+            async for part in read_parts(answer.content, size - first, self._pace.for_size(size - first)):
                 self._traffic.down_data += len(part)
                 gave.add(donor)
                 try:

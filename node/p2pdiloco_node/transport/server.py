@@ -20,10 +20,11 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco.wire.envelope import PROTOCOL_VERSION, Opened, kind_of, open_envelope
+from p2pdiloco.wire.messages import PASSED_ON
 from p2pdiloco.wire.signing import Verify
 from p2pdiloco_node.ports import BlobStore
 from p2pdiloco_node.transport.answers import HARMLESS, content_length, faults_as_answers, remote_ip
-from p2pdiloco_node.transport.blob_routes import BlobRoutes, Donors, OnDelta
+from p2pdiloco_node.transport.blob_routes import BlobRoutes, Donors, Known, OnDelta
 from p2pdiloco_node.transport.bodies import Pace, read_all
 from p2pdiloco_node.transport.guards import (
     ADDRESS_RATE,
@@ -33,6 +34,7 @@ from p2pdiloco_node.transport.guards import (
     PEER_RATE,
     Clock,
     Rates,
+    Recent,
     Replays,
     Strikes,
 )
@@ -62,6 +64,8 @@ class Server:
     on_delta: OnDelta
     head: Callable[[], bytes | None]  # a sealed Head
     health: Callable[[], Mapping[str, object]]
+    known: Known  # whether the log knows a peer; in open runs it has a share of the slots for itself
+    local: bool  # the RunSpec's admission: slots have no shares
     donors: Donors = lambda _digest: ()
     clock: Clock = monotonic
     pace: Pace = field(default_factory=Pace)
@@ -73,6 +77,7 @@ class Server:
         self.strikes = Strikes(self.clock)
         self._rates = Rates(self.clock)
         self._replays = Replays()
+        self._known_at: Recent[str, float] = Recent(limits.rate_buckets_max)  # address -> clock
         self._openers: ThreadPoolExecutor | None = None
         self._blob_routes = BlobRoutes(
             self.blobs,
@@ -83,6 +88,9 @@ class Server:
             strikes=self.strikes,
             traffic=self.traffic,
             pace=self.pace,
+            known=self.known,
+            known_address=self._known_address,
+            local=self.local,
         )
 
     def app(self) -> web.Application:
@@ -153,7 +161,13 @@ class Server:
             raise PeerError("RATE_LIMITED", f"too many messages of kind {kind}")
         if not self._replays.fresh(opened.sender, opened.boot, opened.n):
             raise PeerError("REPLAYED", "this message was here before")
+        if type(opened.message) not in PASSED_ON and self.known(opened.sender):
+            self._known_at.put(address, self.clock())
         return opened, sealed, address
+
+    def _known_address(self, address: str) -> bool:
+        at = self._known_at.get(address)
+        return at is not None and self.clock() - at <= limits.known_address_s_max
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         opened, sealed, address = await self.receive(request)

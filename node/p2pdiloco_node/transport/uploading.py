@@ -90,7 +90,7 @@ class Uploader:
             "Content-Range": f"bytes {offset}-{size - 1}/{size}",
             "Content-Type": "application/octet-stream",
         }
-        async with Paced(self._pace) as paced:
+        async with Paced(self._pace.for_size(size - offset)) as paced:
             body = self._body(path, offset, size - offset, paced)
             async with self._session.put(
                 place, data=body, headers=headers, allow_redirects=False

@@ -14,8 +14,8 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
-from p2pdiloco.ids import Digest, digest_of
-from p2pdiloco_node.ports import BlobStore, Purpose
+from p2pdiloco.ids import Digest, PeerId, digest_of
+from p2pdiloco_node.ports import BlobStore, Origin, Purpose
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.files import Files
 
@@ -113,13 +113,90 @@ def test_budget_per_purpose(tmp_path: Path) -> None:
     assert store.used(Purpose.DELTA) == 14_000
 
 
-def test_open_parts_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "blob_parts_open_max", 3)
-    store = DiskBlobStore(tmp_path)
-    for n in range(3):
-        store.append_part(Digest(bytes([n]) * 32), 0, b"x", 2)
-    with pytest.raises(OperatorError):
-        store.append_part(NAME, 0, b"x", 2)
+class Crowd:
+    """Parts of one byte by anybody, on a clock of the test."""
+
+    def __init__(self, root: Path, **budgets: int) -> None:
+        self.now = 0.0
+        self.store = DiskBlobStore(
+            root, budgets={p: budgets.get(p.value, 10**6) for p in Purpose}, clock=lambda: self.now
+        )
+
+    def put(self, what: int, peer: int, *, known: bool = False) -> Digest:
+        return self.begin(what, Purpose.DELTA, Origin(PeerId(peer.to_bytes(32, "big")), known))
+
+    def begin(self, what: int, purpose: Purpose, origin: Origin | None = None) -> Digest:
+        digest = Digest(what.to_bytes(32, "big"))
+        self.store.append_part(digest, 0, b"x", 2, purpose, origin)
+        return digest
+
+    def here(self, digests: list[Digest]) -> list[bool]:
+        return [self.store.part_size(d) == 1 for d in digests]
+
+
+def test_strangers_fill_their_own_share_of_the_unfinished_deltas_and_no_other(tmp_path: Path) -> None:
+    """Sixteen strangers with a byte each stopped every intake, and a joining daemon ended."""
+    crowd = Crowd(tmp_path)
+    for n in range(limits.blob_parts_put_max):
+        crowd.put(n, peer=n)
+    with pytest.raises(TransportError, match="on their way") as caught:
+        crowd.put(1000, peer=1000)
+    assert caught.value.retry_after_s == limits.retry_after_s
+    crowd.put(1001, peer=1001, known=True)  # the log knows it
+    for n, purpose in enumerate(Purpose):  # what this node fetches itself
+        crowd.begin(2000 + n, purpose)
+    # They hold it only as long as they go on sending.
+    crowd.now += limits.blob_part_spared_s + 1
+    assert crowd.here([crowd.put(1000, peer=1000)]) == [True]
+    assert sum(crowd.here([Digest(n.to_bytes(32, "big")) for n in range(limits.blob_parts_put_max)])) == (
+        limits.blob_parts_put_max - 1
+    )
+
+
+def test_a_sender_s_own_oldest_part_gives_way(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path)
+    mine = []
+    for n in range(limits.blob_parts_per_peer_max + 1):
+        crowd.now += 1
+        mine.append(crowd.put(n, peer=7, known=True))
+    assert crowd.here(mine) == [False] + [True] * limits.blob_parts_per_peer_max
+    assert crowd.store.used(Purpose.DELTA) == 2 * limits.blob_parts_per_peer_max
+
+
+def test_what_this_node_fetches_has_a_share_for_each_purpose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "blob_parts_fetched_max", 3)
+    crowd = Crowd(tmp_path)
+    shards = []
+    for n in range(4):
+        crowd.now += 1
+        shards.append(crowd.begin(n, Purpose.SHARD))
+    other = [crowd.begin(10, Purpose.SNAPSHOT), crowd.begin(11, Purpose.DELTA), crowd.put(12, peer=1)]
+    assert crowd.here(shards) == [False, True, True, True]
+    assert crowd.here(other) == [True] * 3
+
+
+def test_a_part_without_news_is_dropped_in_the_same_life(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path)
+    old = crowd.put(1, peer=1)
+    crowd.now += limits.blob_part_idle_s_max - 1
+    fresh = crowd.put(2, peer=2)
+    assert crowd.here([old, fresh]) == [True, True]
+    crowd.now += 2
+    crowd.put(3, peer=3)
+    assert crowd.here([old, fresh]) == [False, True]
+    assert crowd.store.used(Purpose.DELTA) == 4
+
+
+def test_a_full_store_is_a_sender_s_reason_to_wait_and_an_owner_s_to_act(tmp_path: Path) -> None:
+    crowd = Crowd(tmp_path, delta=3)
+    crowd.put(1, peer=1)
+    with pytest.raises(TransportError, match="full") as caught:
+        crowd.put(2, peer=2, known=True)
+    assert caught.value.retry_after_s == limits.full_store_retry_s
+    with pytest.raises(OperatorError, match="limit"):
+        crowd.begin(3, Purpose.DELTA)
 
 
 def test_bit_rot_is_found_by_reading(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

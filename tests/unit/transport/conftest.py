@@ -31,7 +31,7 @@ FAST = Pace(total_s=3.0, grace_s=0.3, bytes_per_s_min=10_000)
 class End:
     """One peer: key, store, address book, server and client."""
 
-    def __init__(self, folder: Path, n: int, pace: Pace = FAST) -> None:
+    def __init__(self, folder: Path, n: int, pace: Pace = FAST, *, local: bool = True) -> None:
         self.signer = Ed25519Signer(n.to_bytes(32, "big"))
         self.peer = self.signer.peer_id
         self.blobs = DiskBlobStore(folder / f"blobs{n}")
@@ -41,6 +41,7 @@ class End:
         self.lost: list[tuple[PeerId, str]] = []
         self.failures: list[BaseException] = []
         self.named: list[PeerId] = []
+        self.known: set[PeerId] = set()
         self.full = False
         self.server = Server(
             run=RUN,
@@ -53,6 +54,8 @@ class End:
             on_delta=self.deltas.put,
             head=lambda: None,
             health=lambda: {"state": "training"},
+            known=self.known.__contains__,
+            local=local,
             donors=lambda _digest: self.named,
             pace=pace,
             message_pace=pace,
@@ -99,16 +102,16 @@ class End:
         assert not self.failures
 
 
-Ends = Callable[[int], Awaitable[list[End]]]
+Ends = Callable[..., Awaitable[list[End]]]
 
 
 @pytest.fixture
 async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    """`await ends(n)`: n peers that know each other."""
+    """`await ends(n)`: n peers that know each other. `local=False`: their servers are of an open run."""
     async with AsyncExitStack() as stack:
 
-        async def make(count: int) -> list[End]:
-            made = [await stack.enter_async_context(End(tmp_path, n + 1)) for n in range(count)]
+        async def make(count: int, *, local: bool = True) -> list[End]:
+            made = [await stack.enter_async_context(End(tmp_path, n + 1, local=local)) for n in range(count)]
             for one in made:
                 for other in made:
                     if other is not one:

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import hashlib
 import io
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import aiohttp
@@ -15,7 +15,9 @@ import pytest
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import Digest, RunId, digest_of
-from p2pdiloco_node.ports import Purpose
+from p2pdiloco.wire.messages import Goodbye, PeerRecord
+from p2pdiloco_node.ports import Origin, Purpose
+from p2pdiloco_node.transport.bodies import Pace
 from p2pdiloco_node.transport.upload_proof import proof_headers
 
 DATA = hashlib.shake_128(b"a blob").digest(1_500_000)
@@ -170,8 +172,9 @@ async def test_a_full_disk_is_not_the_senders_fault(ends: Any, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(two.blobs._files, "write", full)
-    with pytest.raises(TransportError, match="507"):
+    with pytest.raises(TransportError, match="507") as caught:
         await one.client.upload(two.peer, NAME, len(DATA))
+    assert caught.value.retry_after_s == limits.retry_after_s_max
     assert two.server.strikes.listed() == {}
     monkeypatch.undo()
     await one.client.upload(two.peer, NAME, len(DATA))
@@ -181,6 +184,144 @@ async def test_a_full_disk_is_not_the_senders_fault(ends: Any, monkeypatch: pyte
     with pytest.raises(OperatorError, match="full"):
         await one.client.fetch(NAME, len(DATA), [two.peer])
     assert one.client.strikes.listed() == {}
+
+
+@pytest.mark.parametrize("why", ["its store is full", "too many are on their way"])
+async def test_a_full_intake_is_not_the_senders_fault(
+    ends: Any, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    one, two = await ends(2)
+    one.blobs.put(NAME, DATA)
+    two.server.allow(NAME, len(DATA), one.peer)
+    if why == "its store is full":
+        two.blobs._budgets = dict.fromkeys(Purpose, len(DATA) - 1)
+    else:
+        monkeypatch.setattr(limits, "blob_parts_put_max", 1)
+        two.blobs.append_part(Digest(bytes(32)), 0, b"x", 2, Purpose.DELTA, Origin(two.peer, known=False))
+    with pytest.raises(TransportError, match="503 BUSY") as caught:
+        await one.client.upload(two.peer, NAME, len(DATA))
+    assert caught.value.retry_after_s in (limits.retry_after_s, limits.retry_after_s_max)
+    assert two.server.strikes.listed() == one.client.strikes.listed() == {}
+    assert two.blobs.part_size(NAME) == 0
+
+
+async def trickle(port: int, request: str, first: bytes = b"") -> tuple[Any, Any]:
+    """A body that is begun and does not go on."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    writer.write(request.encode() + b"\r\n\r\n" + first)
+    return reader, writer
+
+
+async def test_one_address_holds_no_more_than_its_share_of_the_slots(
+    ends: Any, http: aiohttp.ClientSession, until: Any
+) -> None:
+    """Whoever comes first and sends nothing must not keep everybody out."""
+    one, two = await ends(2, local=False)
+    routes = two.server._blob_routes
+    routes._pace = Pace(total_s=3.0, grace_s=1.0, bytes_per_s_min=10_000)
+    deltas = [digest_of(bytes([n])) for n in range(3)]
+    held = []
+    for delta in deltas[:2]:
+        two.server.allow(delta, 500_000, one.peer)
+        proof = proof_headers(one.signer, RUN, delta)
+        lines = [f"PUT /v1/deltas/{delta.hex()} HTTP/1.1"]
+        lines += [f"{k}: {v}" for k, v in (proof | {"Host": "x", "Content-Length": "500000"}).items()]
+        held.append(await trickle(two.listener.port, "\r\n".join(lines), b"x"))
+    await until(lambda: len(routes._receiving) == 2)
+    two.server.allow(deltas[2], 1, one.peer)
+    url = f"{two.url}/v1/deltas/{deltas[2].hex()}"
+    async with http.put(url, data=b"\2", headers=proof_headers(one.signer, RUN, deltas[2])) as answer:
+        assert (answer.status, (await answer.json())["reason"]) == (503, "BUSY")
+        assert float(answer.headers["Retry-After"]) > 0
+    assert two.server.strikes.listed() == {}
+    async with asyncio.timeout(3):
+        for reader, _ in held:
+            assert b" 408 " in await reader.readline()  # cut off: no news
+    async with http.put(url, data=b"\2", headers=proof_headers(one.signer, RUN, deltas[2])) as answer:
+        assert answer.status == 201
+    for _, writer in held:
+        await close(writer)
+
+
+async def test_peers_that_the_log_knows_are_served_beside_a_crowd_of_strangers(
+    ends: Any, http: aiohttp.ClientSession
+) -> None:
+    one, two = await ends(2, local=False)
+    two.blobs.put(NAME, DATA, Purpose.SHARD)
+    outlet, intake = two.server._blob_routes._outlet, two.server._blob_routes._intake
+    with ExitStack() as places:
+        for n in range(limits.uploads_per_node_max - limits.uploads_kept):
+            places.enter_context(outlet.held(f"192.0.2.{n}"))
+        for n in range(limits.receives_per_node_max - limits.receives_kept):
+            places.enter_context(intake.held(f"192.0.2.{n}"))
+        two.server.allow(NAME, len(DATA), one.peer)
+        url = f"{two.url}/v1/blobs/{NAME.hex()}"
+        async with http.get(url) as answer:
+            assert answer.status == 503
+        two.blobs.delete(NAME)
+        one.blobs.put(NAME, DATA)
+        with pytest.raises(TransportError, match="503 BUSY"):
+            await one.client.upload(two.peer, NAME, len(DATA))
+        two.known.add(one.peer)
+        # A record may be passed on by anybody: it shows nobody's address.
+        await one.client.send(two.peer, PeerRecord(("127.0.0.1",), 1, "one", "node", 2))
+        await two.got.get()
+        assert not two.server._known_address("127.0.0.1")
+        await one.client.upload(two.peer, NAME, len(DATA))
+        await one.client.send(two.peer, Goodbye("heard from there"))
+        await two.got.get()
+        two.server.reveal(NAME)
+        async with http.get(url) as answer:
+            assert answer.status == 200
+            assert await answer.read() == DATA
+
+
+def test_a_slot_is_not_held_for_long_by_trickling() -> None:
+    """The rate follows from size and time: a large body cannot go at a small one's pace for ten minutes."""
+    pace = Pace()
+    size = 64 * limits.MIB  # one delta of a 125M model
+    assert pace.for_size(size).bytes_per_s_min == pytest.approx(size / limits.body_timeout_s)
+    assert pace.for_size(1000).bytes_per_s_min == limits.body_rate_bytes_per_s_min
+    shard_s = limits.chunk_bytes / pace.for_size(limits.chunk_bytes).bytes_per_s_min
+    assert shard_s < limits.body_timeout_s / 2
+
+
+async def test_a_large_body_at_a_small_body_s_rate_is_cut_off(ends: Any) -> None:
+    """30,000 bytes a second are enough for a small body here, and a tenth of what this one needs."""
+    one, two = await ends(2)
+    size = 900_000
+    two.server.allow(NAME, size, one.peer)
+    lines = [f"PUT /v1/deltas/{NAME.hex()} HTTP/1.1"]
+    proof = proof_headers(one.signer, RUN, NAME)
+    lines += [f"{k}: {v}" for k, v in (proof | {"Host": "x", "Content-Length": str(size)}).items()]
+    reader, writer = await trickle(two.listener.port, "\r\n".join(lines))
+
+    async def drip() -> None:
+        with suppress(ConnectionError):
+            while True:
+                writer.write(bytes(1500))
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    async with asyncio.timeout(1.5):  # half of the total time
+        assert b" 408 " in await reader.readline()
+    dripping.cancel()
+    await asyncio.gather(dripping, return_exceptions=True)
+    await close(writer)
+
+
+async def test_a_fetcher_asks_a_donor_for_no_more_than_it_gives(ends: Any) -> None:
+    """Otherwise its own requests would be refused, and a snapshot from one donor would fail."""
+    one, two = await ends(2, local=False)
+    blobs = [hashlib.shake_128(bytes([n])).digest(300_000) for n in range(6)]
+    for blob in blobs:
+        two.blobs.put(digest_of(blob), blob, Purpose.SHARD)
+    async with asyncio.timeout(limits.retry_after_s):  # nobody was told to come again
+        await asyncio.gather(
+            *(one.client.fetch(digest_of(b), len(b), [two.peer], Purpose.SHARD) for b in blobs)
+        )
+    assert two.server.traffic.up_data == 6 * 300_000
 
 
 async def test_a_delta_is_served_once_revealed_other_blobs_always(ends: Any) -> None:
@@ -256,9 +397,11 @@ async def test_busy_donors_name_others(ends: Any) -> None:
     one, two, three = await ends(3)
     for donor in (two, three):
         donor.blobs.put(NAME, DATA, Purpose.SHARD)
-    two.server._blob_routes._sending = limits.uploads_per_node_max
     two.named = [three.peer]
-    await one.client.fetch(NAME, len(DATA), [two.peer], Purpose.SHARD)
+    with ExitStack() as places:
+        for _ in range(limits.uploads_per_node_max):
+            places.enter_context(two.server._blob_routes._outlet.held("192.0.2.1"))
+        await one.client.fetch(NAME, len(DATA), [two.peer], Purpose.SHARD)
     assert three.server.traffic.up_data == len(DATA)
     assert one.client.strikes.listed() == {}
 
@@ -273,7 +416,7 @@ async def test_a_herd_gets_it_with_four_at_a_time(ends: Any) -> None:
 
     async def watched(*args: Any) -> None:
         nonlocal most
-        most = max(most, routes._sending)
+        most = max(most, routes._outlet._taken.total())
         await asyncio.sleep(0.05)
         await send(*args)
 
