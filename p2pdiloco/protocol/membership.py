@@ -79,8 +79,14 @@ class Membership:
         seen = self._peers.get(voter)
         return (seen.term, seen.ack_index) if seen is not None else (0, 0)
 
-    def said_goodbye(self, peer: PeerId, boot: int) -> None:
-        """Of strangers nothing is remembered: keys cost nothing. One of an earlier life says nothing."""
+    def said_goodbye(self, peer: PeerId, boot: int, *, seated: bool = False) -> None:
+        """Of strangers nothing is remembered: keys cost nothing. One of an earlier life says nothing.
+
+        `seated`: a voter is no stranger, even where its goodbye is the first that is heard of it.
+        """
+        if seated and peer not in self._peers and peer != self._ctx.me:
+            seen = self._peers[peer] = _Presence(self._ctx.now)
+            seen.boot = boot
         if peer in self._peers:
             if boot < self._peers[peer].boot:
                 return

@@ -360,7 +360,8 @@ class Node:
             case msg.SnapshotOffer():
                 self._sync.on_offer(sender, m)
             case msg.Goodbye():
-                self._membership.said_goodbye(sender, event.boot)
+                seated = sender in self._log.committee.members
+                self._membership.said_goodbye(sender, event.boot, seated=seated)
                 self._aggregation.heard_goodbye(sender, digest_of(event.sealed))
             case msg.PeerRecord():
                 if m.role == "node":

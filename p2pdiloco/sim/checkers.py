@@ -351,7 +351,8 @@ class Checkers:
         last = self.sequences.get(peer, 0)
         fits = {
             Settled.LISTED: delta in self.listed,
-            Settled.PASSED_OVER: delta not in self.listed and header.sequence < last,
+            # Not above: after a disk was put back, another delta may have had the same number.
+            Settled.PASSED_OVER: delta not in self.listed and header.sequence <= last,
         }.get(how, delta not in self.listed)
         if peer != machine.id or not fits:
             raise Violation("the log settles", f"{machine.name} takes {short(delta)} as {how}")

@@ -20,8 +20,7 @@ from p2pdiloco.wire.messages import Ack, Entries
 def grows_to_five(stage: Stage) -> None:
     """1, 3, 5: never 2 or 4; incoming voters are caught up when they are given a seat."""
     stage.start(6)
-    stage.committee(3)
-    stage.committee(5, 90.0)
+    stage.committee(5, 120.0)
     for certified in stage.checkers.chain:
         content = certified.body.content
         if isinstance(content, Membership) and content.committee.size not in (1, 3, 5):
