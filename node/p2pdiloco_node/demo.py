@@ -30,6 +30,7 @@ from p2pdiloco_node.daemon import TRAINER_NICE
 from p2pdiloco_node.demo_summary import Fault, NodeFacts, Summary, facts_of_log, in_words, summarise
 from p2pdiloco_node.demo_swarm import POLL_S, Daemon, Swarm, training_bytes
 from p2pdiloco_node.demo_view import View, make_view
+from p2pdiloco_node.lifetime import on_hang_up
 from p2pdiloco_node.run_new import SPEC_FILE, Draft, create_run
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.verify import read_log
@@ -116,6 +117,7 @@ async def _demo(options: Options, folder: Path, owner: Path) -> int:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    on_hang_up(task.cancel)
     with make_view(headless=options.headless) as view:
         run, spec = await _make_run(options, folder / "run", owner, view)
         async with Swarm(*_daemons(options, folder, run)) as swarm:

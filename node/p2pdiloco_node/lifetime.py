@@ -1,7 +1,7 @@
 """A process's life: logging, signals, faults by whose fault they are, and where it can be found.
 
-The first SIGTERM or Ctrl-C asks to leave; everything ends within five seconds of it. The second ends the
-process at once; nothing durable depends on a tidy end (scenario E4).
+The first SIGTERM or Ctrl-C asks to leave, and so does a terminal that is closed; everything ends within five
+seconds of it. The second ends the process at once; nothing durable depends on a tidy end (scenario E4).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -85,6 +86,7 @@ async def _lived(life: Callable[[Leaving], Awaitable[int]]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _asked, leaving, number)
+    on_hang_up(lambda: leaving.ask("SIGHUP"))
     work = asyncio.ensure_future(life(leaving))
     watch = asyncio.ensure_future(leaving.wait())
     try:
@@ -100,6 +102,30 @@ async def _lived(life: Callable[[Leaving], Awaitable[int]]) -> int:
         return work.result() if not work.cancelled() else 0
     finally:
         watch.cancel()
+
+
+def on_hang_up(do: Callable[[], object]) -> None:
+    """When the terminal is closed, unless nohup said that it does not matter. It may come twice, from the
+    system and the shell. What goes to that terminal afterwards goes nowhere, instead of failing.
+    """
+
+    hung = False
+
+    def hung_up() -> None:
+        nonlocal hung
+        if hung:
+            return
+        hung = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            with suppress(OSError):
+                if stat.S_ISCHR(os.fstat(stream).st_mode):
+                    os.dup2(nowhere, stream)
+        os.close(nowhere)
+        do()
+
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
 
 
 def _asked(leaving: Leaving, number: signal.Signals) -> None:

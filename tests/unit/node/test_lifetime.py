@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
@@ -55,6 +57,21 @@ def test_a_server_that_stopped_is_the_network_s_fault() -> None:
     with pytest.raises(OperatorError, match="the server on port 1 stopped") as caught:
         run_life(life_of(TransportError("the server on port 1 stopped")), level="info", orphan=True)
     assert caught.value.exit_code == 4
+
+
+def test_a_closed_terminal_asks_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def life(leaving: Leaving) -> int:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait_for(leaving.wait(), 5)
+        return 0
+
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the terminal of this test is open
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert run_life(life, level="info", orphan=True) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_life_that_ends_well_gives_its_code() -> None:
