@@ -21,6 +21,7 @@ chunk_bytes = 4 * MIB  # snapshots and shards travel in chunks of this size
 blob_bytes_max = 4096 * MIB  # largest delta accepted at all; the model decides the real figure
 delta_value_max = 1024.0  # magnitude of one value of a delta; working trainers stay below 1
 zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
+frame_content_bytes_max = chunk_bytes  # content of one zstd frame: a shard's tokens
 uploads_per_node_max = 4  # concurrent blobs served; then 503 with Retry-After and other donors
 fetches_per_node_max = 4  # concurrent blobs fetched
 receives_per_node_max = 16  # concurrent deltas taken from their senders

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +20,9 @@ from typing import Self
 
 from p2pdiloco import limits
 from p2pdiloco.errors import TransportError
-from p2pdiloco.ids import Digest, PeerId, short
+from p2pdiloco.ids import PeerId, short
 from p2pdiloco.protocol import events as fact
-from p2pdiloco.run_spec import spec_bytes_of
+from p2pdiloco.run_spec import BlobRef, spec_bytes_of
 from p2pdiloco.wire.messages import EvalReport, Goodbye
 from p2pdiloco_node import __version__
 from p2pdiloco_node.announcer import Announcer
@@ -40,6 +40,7 @@ from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.supervisor import Supervisor
+from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.transport.http_session import make_session
 
 log = logging.getLogger("p2pdiloco.node")
@@ -299,15 +300,23 @@ class Daemon:
         """The run's data, then wait until this node has what the swarm has; then the trainer may begin."""
         data = self._spec.data
         self.telemetry.why = "fetching the run's data"
-        await self.participant.fetch_all([*data.shards, data.evaluation], Purpose.SHARD)
+        shards = [*data.shards, data.evaluation]
+        await self.participant.fetch_all(shards, Purpose.SHARD)
+        here = await asyncio.to_thread(self._open_tokens, shards)
         self.telemetry.state, self.telemetry.why = "syncing", "catching up with the swarm"
         while not self.participant.caught_up():  # noqa: ASYNC110 - rare, and time is part of it
             await asyncio.sleep(CATCH_UP_POLL_S)
-        paths = [self.participant.blobs.path(Digest(s.digest)) for s in (*data.shards, data.evaluation)]
-        here = [path for path in paths if path is not None]
-        assert len(here) == len(paths), "a shard went away"
         self.telemetry.why = "the trainer starts"
         self.desk.data_is_here(here[:-1], here[-1])
+
+    def _open_tokens(self, shards: Sequence[BlobRef]) -> list[Path]:
+        folder, files = self._folder / "tokens", self._data.files
+        make_folder(files, folder)
+
+        def write(path: Path, data: bytes, /) -> None:
+            replace_file(files, path, data)
+
+        return open_token_files(shards, self.participant.blobs.read, folder, write)
 
     async def _report(self) -> None:
         """What this node says of itself, for the page."""

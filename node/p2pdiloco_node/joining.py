@@ -103,7 +103,8 @@ async def _ask(
 
 def _check_room(data: DataDir, spec: RunSpec) -> None:
     """Before anything large is fetched: does this run fit on the disk?"""
-    shards = sum(s.size for s in spec.data.shards) + spec.data.evaluation.size
+    # As they travel, to be served, and opened for the trainer.
+    shards = sum(s.size + s.tokens for s in (*spec.data.shards, spec.data.evaluation))
     array_bytes = 4 * spec.model.params
     needed = shards + 16 * array_bytes  # states, snapshots, checkpoints of moments, deltas in flight
     disk = os.statvfs(data.root)

@@ -47,6 +47,7 @@ from p2pdiloco_node.training.arrays import read_array
 from p2pdiloco_node.training.corpus import Progress, find_files, read_corpus, write_shards
 from p2pdiloco_node.training.presets import inner_spec, model_spec, warmup_tokens
 from p2pdiloco_node.training.supervisor import trainer_environment
+from p2pdiloco_node.training.token_files import open_token_files
 
 SPEC_FILE = "spec.bin"
 BLOBS = "blobs"
@@ -60,7 +61,7 @@ class Draft(NamedTuple):
 
     spec: RunSpec
     params: Array  # (params,) version 0
-    shards: tuple[Path, ...]
+    shards: tuple[Path, ...]  # raw tokens, there while `tune` runs
 
 
 def owner_key_path() -> Path:
@@ -140,8 +141,15 @@ async def create_run(
     )
     _check(spec)
     if tune is not None:
-        paths = tuple(out / BLOBS / shard.digest.hex() for shard in shards.shards)
-        spec = await tune(Draft(spec, params, paths))
+        with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
+            paths = await asyncio.to_thread(
+                open_token_files,
+                shards.shards,
+                lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+                Path(opened),
+                Path.write_bytes,
+            )
+            spec = await tune(Draft(spec, params, tuple(paths)))
         if "warmup_tokens" not in (inner or {}):
             # It follows the target, which may be another now.
             warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)

@@ -34,6 +34,7 @@ from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.supervisor import WORKER, Beginning, Supervisor, Told, TrainerDown
 from p2pdiloco_node.training.timing import time_inner_steps
+from p2pdiloco_node.training.token_files import open_token_files
 
 pytestmark = pytest.mark.e2e
 
@@ -79,7 +80,7 @@ def test_run_new_makes_a_whole_signed_run(run_folder: Path) -> None:
     blobs = {p.name: p.read_bytes() for p in (run_folder / "blobs").iterdir()}
     assert all(digest_of(data).hex() == name for name, data in blobs.items())
     named = [*spec.data.shards, spec.data.evaluation]
-    assert all(len(blobs[ref.digest.hex()]) == ref.size == ref.tokens for ref in named)
+    assert all(len(blobs[ref.digest.hex()]) == ref.size < ref.tokens for ref in named)
     params = np.frombuffer(b"".join(blobs[c.hex()] for c in spec.genesis.params), "<f4")
     momentum = np.frombuffer(b"".join(blobs[c.hex()] for c in spec.genesis.momentum), "<f4")
     assert params.size == momentum.size == spec.model.params
@@ -100,7 +101,8 @@ def test_run_new_interrupted_is_no_run_and_goes_on(run_folder: Path, texts: Path
     out = tmp_path / "run"
 
     async def interrupt(draft: Draft) -> RunSpec:
-        assert all(p.is_file() for p in draft.shards)
+        tokens = [shard.tokens for shard in draft.spec.data.shards]
+        assert [p.stat().st_size for p in draft.shards] == tokens
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -129,7 +131,7 @@ class Node:
 
     def __init__(self, run_folder: Path, folder: Path) -> None:
         self.run, self.spec = open_run_spec((run_folder / "spec.bin").read_bytes(), verify_ed25519)
-        for name in ("exchange", "moments", "own"):
+        for name in ("exchange", "moments", "own", "tokens"):
             (folder / name).mkdir(exist_ok=True)
         files = Files()
 
@@ -144,6 +146,10 @@ class Node:
         )
         chunks = [self.blobs.read(Digest(c)) for c in self.spec.genesis.params]
         self.params = np.frombuffer(b"".join(chunks), "<f4").copy()
+        data = self.spec.data
+        self.tokens = open_token_files(
+            [*data.shards, data.evaluation], self.blobs.read, folder / "tokens", write
+        )
         self.told: list[Told] = []
         self.news = asyncio.Condition()
         self.supervisor = Supervisor(
@@ -154,18 +160,18 @@ class Node:
         )
 
     async def _begin(self) -> Beginning:
-        paths = [self.blobs.path(Digest(s.digest)) for s in self.spec.data.shards]
         configure = frames.Configure(
             spec=encode(self.spec),
             peer=self.signer.peer_id,
-            shards=tuple(str(p) for p in paths),
-            evaluation=str(self.blobs.path(Digest(self.spec.data.evaluation.digest))),
+            shards=tuple(map(str, self.tokens[:-1])),
+            evaluation=str(self.tokens[-1]),
             exchange="",
             cursor=self.contributor.cursor,
             next_sequence=0,
             device="cpu",
         )
-        return Beginning(configure, 0, 0, self.contributor.view(self.params))
+        view = self.contributor.view(self.params)
+        return Beginning(configure, 0, 0, self.spec.target_tokens, view)
 
     async def _hear(self, event: Told) -> None:
         if isinstance(event, frames.PassDone):
@@ -211,7 +217,8 @@ async def test_a_node_trains_waits_evaluates_survives_its_trainer_and_resumes(
     for header in node.contributor.in_flight():
         node.contributor.settle(Digest(header.delta), Settled.LISTED)
     view = node.contributor.view(node.params)
-    await node.supervisor.adopt(2, 20 * node.spec.tokens_per_inner_step, view)
+    clock = 20 * node.spec.tokens_per_inner_step
+    await node.supervisor.adopt(2, clock, node.spec.target_tokens, view)
     await node.supervisor.evaluate(2, node.params)
     node.supervisor.allow(2, 2, "")
     await node.until(lambda: len(node.evaluated()) == 2 and len(node.passes()) >= 3)
@@ -265,9 +272,14 @@ def test_closing_stdin_ends_the_trainer_at_once() -> None:
         assert trainer.wait(timeout=5) == 0
 
 
-async def test_an_inner_step_is_timed_with_trainers_at_once(run_folder: Path) -> None:
+async def test_an_inner_step_is_timed_with_trainers_at_once(run_folder: Path, tmp_path: Path) -> None:
     spec = opened(run_folder)
-    shards = [run_folder / "blobs" / s.digest.hex() for s in spec.data.shards]
+    shards = open_token_files(
+        spec.data.shards,
+        lambda digest: (run_folder / "blobs" / digest.hex()).read_bytes(),
+        tmp_path,
+        Path.write_bytes,
+    )
     chunks = [(run_folder / "blobs" / c.hex()).read_bytes() for c in spec.genesis.params]
     params = np.frombuffer(b"".join(chunks), "<f4")
     step_s = await time_inner_steps(spec, params, shards, trainers=2, seconds=1.0)

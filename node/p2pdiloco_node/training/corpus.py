@@ -17,6 +17,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest, digest_of
 from p2pdiloco.run_spec import BlobRef, DataSpec
+from p2pdiloco.wire.frames import make_frame
 
 READ_BYTES = 1 << 20
 END_OF_FILE = b"\0"
@@ -138,6 +139,8 @@ def _hold_out(sources: list[Source]) -> Corpus:
 def write_shards(corpus: Corpus, put: Callable[[Digest, bytes], None], progress: Progress) -> DataSpec:
     """Cut the training side into shards of equal size, at most 4 MiB, and the held-out side into one.
 
+    Each is one zstd frame: a BlobRef's digest and size are the frame's, its tokens those inside.
+
     Raises: OperatorError: a file changed meanwhile; whatever `put` raises.
     """
     total = corpus.training_tokens
@@ -152,9 +155,10 @@ def write_shards(corpus: Corpus, put: Callable[[Digest, bytes], None], progress:
 
 
 def _shard(data: bytes, put: Callable[[Digest, bytes], None]) -> BlobRef:
-    digest = digest_of(data)
-    put(digest, data)
-    return BlobRef(digest, len(data), len(data))
+    frame = make_frame(data)  # text shrinks three to four times
+    digest = digest_of(frame)
+    put(digest, frame)
+    return BlobRef(digest, len(frame), len(data))
 
 
 def _cut(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:

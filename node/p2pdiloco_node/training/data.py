@@ -90,7 +90,7 @@ class DataOrder:
         absent = np.asarray(sorted(missing), np.int64)
         if not np.delete(self._blocks, absent).any():
             raise OperatorError(
-                "no data shard can be read; start again, and what is missing is fetched anew.", 6
+                "no data shard can be read; start again, and what is missing is made anew.", 6
             )
         found: list[Place] = []
         while True:
@@ -189,7 +189,7 @@ class ShardReader:
                 raise ShardMissing(
                     number,
                     f"data shard {number} at {path} has {len(mapped)} bytes instead of "
-                    f"{self._tokens[number]}; remove it and start again, it is fetched anew.",
+                    f"{self._tokens[number]}; start again, and it is made anew.",
                 )
             self._open[number] = mapped
         return mapped

@@ -10,6 +10,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest, digest_of
 from p2pdiloco.run_spec import DataSpec
+from p2pdiloco.wire.frames import open_frame
 from p2pdiloco_node.training import corpus as corpus_module
 from p2pdiloco_node.training.corpus import find_files, read_corpus, write_shards
 
@@ -40,8 +41,8 @@ def test_twice_the_same(tmp_path: Path) -> None:
 def test_every_byte_is_on_one_side_and_each_file_ends(tmp_path: Path) -> None:
     write_files(tmp_path, {f"f{i:02}.txt": 5000 + i for i in range(40)})
     spec, blobs = shards_of([f"{tmp_path}/*.txt"])
-    trained = b"".join(blobs[Digest(s.digest)] for s in spec.shards).split(b"\0")
-    held_out = blobs[Digest(spec.evaluation.digest)].split(b"\0")
+    trained = b"".join(open_frame(blobs[Digest(s.digest)], s.tokens) for s in spec.shards).split(b"\0")
+    held_out = open_frame(blobs[Digest(spec.evaluation.digest)], spec.evaluation.tokens).split(b"\0")
     assert trained.pop() == held_out.pop() == b""
     files = {p.read_bytes() for p in tmp_path.iterdir()}
     assert set(trained) | set(held_out) == files
@@ -51,12 +52,12 @@ def test_every_byte_is_on_one_side_and_each_file_ends(tmp_path: Path) -> None:
 
 def test_shards_are_even_and_at_most_four_mebibytes(tmp_path: Path) -> None:
     write_files(tmp_path, {f"f{i}.txt": 1_000_000 + i for i in range(10)})
-    spec, _ = shards_of([f"{tmp_path}/*.txt"])
-    sizes = [s.size for s in spec.shards]
+    spec, blobs = shards_of([f"{tmp_path}/*.txt"])
+    sizes = [s.tokens for s in spec.shards]
     assert len(sizes) == 3
     assert max(sizes) <= limits.chunk_bytes
     assert max(sizes) - min(sizes) < 10
-    assert all(s.tokens == s.size for s in spec.shards)
+    assert all(s.size == len(blobs[Digest(s.digest)]) < s.tokens for s in spec.shards)
 
 
 def test_a_full_evaluation_is_held_out_where_the_corpus_allows(tmp_path: Path) -> None:
