@@ -57,13 +57,18 @@ class Announcer:
         self._interval_s = limits.announce_interval_local_s if local else limits.announce_interval_s
         self._notice = ""
 
-    async def once(self) -> None:
-        """Announce to the first tracker that answers, and remember the peers that it names.
+    async def once(self, *, joining: bool = False) -> None:
+        """Announce to the first tracker that takes this node, and remember the peers that it names.
 
-        Raises: TransportError with each address tried and what answered; OperatorError where it says no for
-        good (the same identity runs elsewhere, another run, another version).
+        `joining`: for the first time, with nothing to lose yet. Anybody between here and a tracker can say no
+        in its name, so afterwards no answer ends anything.
+
+        Raises: Refused where the last word was a no; TransportError with each address tried and what
+        answered; OperatorError where it is `joining` and the answer is no for good (the same identity runs
+        elsewhere, another run, another version).
         """
         tried = []
+        refused: Refused | None = None
         sealed_record = await self._client.seal(self._record)
         state = self._telemetry.state if self._telemetry.state in NODE_STATES else "waiting"
         message = Announce(sealed_record, state, self._wall())
@@ -71,23 +76,28 @@ class Announcer:
             try:
                 reply = await announce(self._session, url, await self._client.seal(message, self._witness))
             except Refused as error:
-                raise OperatorError(f"The tracker {url} refuses this node: {error}.", RUN) from None
+                refused = Refused(f"{url}: {error}")
+                continue
             except TransportError as error:
                 tried.append(f"{url} ({error})")
                 continue
             self._interval_s = min(max(reply.interval_s, 0.5), 3600.0)
             for sealed in reply.records:
-                self._client.remember(self._witness, sealed)
+                await self._client.learn(self._witness, sealed)
             self._telemetry.tracker_url = url
             self._telemetry.tracker_answered()
             if reply.notice and reply.notice != self._notice:
                 self._telemetry.say("clock", reply.notice)
             self._notice = reply.notice
             return
+        if refused is not None:
+            if joining:
+                raise OperatorError(f"The tracker refuses this node: {refused}.", RUN)
+            raise refused
         raise TransportError("tried " + " and ".join(tried) if tried else "no tracker is named")
 
     async def run(self) -> None:
-        """Until cancelled. Raises: OperatorError as `once` does."""
+        """Until cancelled: whatever a tracker answers is said and tried again."""
         failures = 0
         while True:
             try:
@@ -95,7 +105,7 @@ class Announcer:
                 failures = 0
             except TransportError as error:
                 failures += 1
-                self._telemetry.tracker_failed(str(error))
+                self._telemetry.tracker_failed(str(error), refuses=isinstance(error, Refused))
             if failures:
                 await self.tell_peers()
             stretch = min(2.0 ** max(0, failures - 1), BACK_OFF_MAX_INTERVALS)

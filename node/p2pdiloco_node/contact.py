@@ -7,12 +7,9 @@ that names the address tried and what answered.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
-import socket
 import ssl
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -37,7 +34,7 @@ class NotATracker(TransportError):
 
 
 class Refused(TransportError):
-    """A tracker that says no to this node for a reason that waiting does not mend."""
+    """A tracker says no to this node for a reason that waiting may not mend."""
 
 
 class Greeting(NamedTuple):
@@ -124,22 +121,6 @@ async def announce(session: aiohttp.ClientSession, url: str, sealed: bytes) -> A
     if reason in ("REPLACED", "WRONG_RUN", "WRONG_VERSION"):
         raise Refused(text)
     raise TransportError(text)
-
-
-async def is_near(url: str) -> bool:
-    """Whether `url` leads to this machine or a private network, whatever name it has.
-
-    Who joins through such a tracker has chosen that network: peers on it may be dialled there.
-    """
-    parts = urlsplit(url)
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            parts.hostname, parts.port, type=socket.SOCK_STREAM
-        )
-    except OSError:
-        return False
-    addresses = [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found]
-    return bool(addresses) and all(a.is_private or a.is_loopback for a in addresses)
 
 
 async def _get(session: aiohttp.ClientSession, url: str, bytes_max: int) -> bytes:

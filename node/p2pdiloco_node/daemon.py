@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from p2pdiloco import limits
-from p2pdiloco.errors import TransportError
+from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import PeerId, short
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.run_spec import BlobRef, spec_bytes_of
@@ -27,7 +27,7 @@ from p2pdiloco.wire.messages import EvalReport, Goodbye
 from p2pdiloco_node import __version__
 from p2pdiloco_node.announcer import Announcer
 from p2pdiloco_node.config import HostPort, JoinLink, NodeConfig, parse_address, parse_join, parse_peers
-from p2pdiloco_node.contact import fetch_peers, is_near
+from p2pdiloco_node.contact import NETWORK, Refused, fetch_peers
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.joining import find_run
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
@@ -124,7 +124,6 @@ class Daemon:
             role="node",
             listen=self._address_to_listen(found.link),
             keeps_all=config.keep_deltas,
-            near=found.link is not None and await is_near(found.link.url),
         )
         self.participant = await self._stack.enter_async_context(self._participant(setting))
         note_address(self._stack, self._data.root, self.participant.listener, setting.listen.host)
@@ -216,17 +215,32 @@ class Daemon:
         return 0
 
     async def _meet(self) -> None:
-        """First words with the tracker and the named peers; a swarm that is known from disk needs neither."""
+        """First words with the tracker and the named peers; a swarm that is known from disk needs neither.
+
+        Raises: OperatorError for what would never work, only where nothing of the run is on this disk yet.
+        """
+        participant = self.participant
+        joining = not participant.entries
         try:
-            await self.announcer.once()
+            await self.announcer.once(joining=joining)
         except TransportError as error:
-            self.telemetry.tracker_failed(str(error))
+            self.telemetry.tracker_failed(str(error), refuses=isinstance(error, Refused))
         for peer in self._peers:
             try:
                 for sealed in await fetch_peers(self._session, f"http://{peer}"):
-                    self.participant.client.remember(self._witness, sealed)
+                    await participant.client.learn(self._witness, sealed)
             except TransportError as error:
                 log.info("The peer %s gave no addresses: %s.", peer, error)
+        known = [peer for peer in participant.book.records() if peer != participant.me]
+        is_open = self._spec.admission == "open"
+        if joining and is_open and known and not any(map(participant.client.can_dial, known)):
+            raise OperatorError(
+                f"Run {self._spec.name} is open, and nodes of an open run never connect to addresses of "
+                "their own machine or of a private network; no other address of its peers is known. For one "
+                "machine or network make the run with p2pdiloco run new --admission local; otherwise start "
+                "its tracker with --public-url http://ADDRESS:PORT that is reached from everywhere.",
+                NETWORK,
+            )
         await self.announcer.tell_peers()
 
     async def _while_staying(self, work: Coroutine[object, object, None]) -> bool:

@@ -79,7 +79,6 @@ class Setting(NamedTuple):
     listen: HostPort
     also: tuple[Path, ...] = ()  # folders of blobs that are served and never changed
     keeps_all: bool = False  # keep deltas that the rules no longer need
-    near: bool = False  # the tracker is on this machine or a private network: so may peers be
 
 
 class Participant:
@@ -176,7 +175,7 @@ class Participant:
                 blobs=self.blobs,
                 on_not_sent=lambda peer, _why: self._put(fact.MessageNotSent(peer)),
                 on_failure=self._failed,
-                local=setting.near or setting.spec.admission == "local",
+                local=setting.spec.admission == "local",
                 own=frozenset((host, self.listener.port) for host in hosts),
                 traffic=server.traffic,
                 strikes=server.strikes,

@@ -120,6 +120,7 @@ class Telemetry:
         self.device = ""
         self.tracker_url = ""
         self._tracker_lost_at: float | None = None
+        self._tracker_refuses = False
         self.adopted_version = 0
         self._step = 0
         self._steps_done = 0
@@ -186,11 +187,16 @@ class Telemetry:
         if self._tracker_lost_at is not None:
             self.say("tracker", f"The tracker {self.tracker_url} answers again.")
         self._tracker_lost_at = None
+        self._tracker_refuses = False
 
-    def tracker_failed(self, why: str) -> None:
+    def tracker_failed(self, why: str, *, refuses: bool = False) -> None:
+        """`refuses`: it answered no."""
+        if self._tracker_lost_at is None or refuses != self._tracker_refuses:
+            what = "refuses this node" if refuses else "is unreachable"
+            self.say("tracker", f"The tracker {what} ({why}); training goes on, it is tried again.")
         if self._tracker_lost_at is None:
             self._tracker_lost_at = self._clock()
-            self.say("tracker", f"The tracker is unreachable ({why}); training goes on, it is tried again.")
+        self._tracker_refuses = refuses
 
     # The trainer.
 
@@ -225,6 +231,7 @@ class Telemetry:
     ) -> NodeStatus:
         state = "over" if self.over else self.state
         silent_s = None if self._tracker_lost_at is None else self._clock() - self._tracker_lost_at
+        lost = "refuses this node" if self._tracker_refuses else "unreachable"
         return NodeStatus(
             format=FORMAT, generated_unix=self._wall(), name=self.name, peer=self._peer.hex(),
             run_id=self._run.hex(), run_name=self._run_name,
@@ -234,7 +241,7 @@ class Telemetry:
             tokens_per_s=self._tokens_per_s, in_flight=brain.in_flight, last_outcome=self._last_outcome,
             staleness=self._staleness, peers=brain.peers, bytes_up=bytes_up, bytes_down=bytes_down,
             longest_inner_gap_s=self._gap_s,
-            tracker="ok" if silent_s is None else f"unreachable since {silent_s:.0f} s",
+            tracker="ok" if silent_s is None else f"{lost} since {silent_s:.0f} s",
             state_digest=brain.root.hex(), build=__version__, role=self._role, pid=self._pid,
             over=self.over, clock=brain.clock, device=self.device, adopted_version=self.adopted_version,
             inner_steps_done=self._steps_done, leads=brain.leads,

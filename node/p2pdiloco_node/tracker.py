@@ -8,9 +8,9 @@ goes on from its log and votes, and the page's history comes back from the datab
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
+import socket
 import time
 from collections import deque
 from contextlib import AsyncExitStack
@@ -36,7 +36,7 @@ from p2pdiloco.wire.log import OuterStep, state_root
 from p2pdiloco.wire.messages import PASSED_ON, Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
-from p2pdiloco_node.config import TrackerConfig, parse_address
+from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.participant import Participant, Setting, reachable_hosts
 from p2pdiloco_node.ports import Purpose
@@ -47,6 +47,7 @@ from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.keys import load_key
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.transport.addresses import is_dialable
 from p2pdiloco_node.transport.answers import remote_ip
 
 log = logging.getLogger("p2pdiloco.tracker")
@@ -97,6 +98,10 @@ class Tracker:
         self._public = config.public_url.rstrip("/")
         if self._public and urlsplit(self._public).scheme not in ("http", "https"):
             raise OperatorError(f"--public-url {self._public!r} has no scheme: write http://HOST:PORT.", 2)
+        try:
+            urlsplit(self._public).port  # noqa: B018 - read for what it raises
+        except ValueError:
+            raise OperatorError(f"--public-url {self._public!r} has no valid port: 1 to 65535.", 2) from None
         self._stack = AsyncExitStack()
         # version -> certified state roots: entries that change no version change the rules state
         self._roots: dict[int, set[bytes]] = {}
@@ -149,7 +154,6 @@ class Tracker:
             role="witness",
             listen=self._listen,
             also=(self._dir / BLOBS,),
-            near=all(ipaddress.ip_address(h).is_private for h in reachable_hosts(self._listen.host)),
         )
         page = StatusPage(self._status, address_of=remote_ip)
         routes = [web.post("/v1/announce", self._announce), *page.routes()]
@@ -174,8 +178,14 @@ class Tracker:
             evaluations=kept.evaluations,
             events=kept.events,
         )
-        participant.own_record = participant.peer_record("witness")
+        participant.own_record = participant.peer_record("witness", await self._public_addresses())
         self._print_addresses(url)
+        if not local and not any(is_dialable(h) for h in participant.own_record.hosts):
+            print(
+                "this run is open, and nodes of open runs connect to public addresses only: name one with "
+                "--public-url, or make the run with p2pdiloco run new --admission local",
+                flush=True,
+            )
 
     def _url(self) -> str:
         """Where nodes reach this tracker, as far as it can know."""
@@ -183,6 +193,28 @@ class Tracker:
             return self._public
         host = reachable_hosts(self._listen.host)[0] if reachable_hosts(self._listen.host) else "127.0.0.1"
         return f"http://{f'[{host}]' if ':' in host else host}:{self.participant.listener.port}"
+
+    async def _public_addresses(self) -> list[HostPort]:
+        """Where --public-url leads: behind a port forwarding this machine's own addresses are of no use.
+
+        A proxy with TLS serves people and announces; peers are then reached beside it, on the port itself.
+        """
+        parts = urlsplit(self._public)
+        if not parts.hostname:
+            return []
+        own_port = self.participant.listener.port
+        port = own_port if parts.scheme == "https" else parts.port or 80
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                parts.hostname, port, type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            log.warning("The name in --public-url %s is not known here (%s).", self._public, error.strerror)
+            return []
+        hosts = dict.fromkeys(str(place[0]) for *_, place in found)
+        if port == own_port:  # from inside the network, too
+            hosts |= dict.fromkeys(reachable_hosts(self._listen.host))
+        return [HostPort(host, port) for host in hosts]
 
     def _print_addresses(self, url: str) -> None:
         """The join line and the page, for people; never a loopback address as if others could use it."""

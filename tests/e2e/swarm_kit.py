@@ -32,13 +32,13 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def make_run(folder: Path, *, versions: int, pass_s: float = PASS_S) -> RunId:
+def make_run(folder: Path, *, versions: int, pass_s: float = PASS_S, admission: str = "local") -> RunId:
     """A run of llama:tiny in `folder`/run; passes end by time, so that versions come at a steady pace."""
     texts = write_texts(folder / "texts")
     return asyncio.run(
         create_run(
             "tiny", "llama:tiny", [f"{texts}/*.txt"], 2**40, folder / "run", owner_key=folder / "owner.key",
-            admission="local", target_version=versions, eval_every=4, seed=1,
+            admission=admission, target_version=versions, eval_every=4, seed=1,
             inner={"inner_steps": 2**20, "pass_s": pass_s}, committee=TIMINGS,
         )
     )  # fmt: skip

@@ -141,6 +141,18 @@ def test_another_version_is_named_on_both_sides(tmp_path: Path) -> None:
     assert "pip install --upgrade p2pdiloco" in last_line(said)
 
 
+def test_an_open_run_that_only_this_machine_reaches_says_what_to_do(tmp_path: Path) -> None:
+    """Addresses are named by strangers: nodes of an open run never dial loopback (target H5)."""
+    run = make_run(tmp_path, versions=500, admission="open")
+    with swarm_in(tmp_path, run, free_port()) as swarm:
+        swarm.start_tracker()
+        code, said = cli("node", "--join", swarm.link, "--data-dir", str(tmp_path / "n"))
+        assert code == 4
+        assert "p2pdiloco run new --admission local" in last_line(said)
+        assert "--public-url" in last_line(said)
+        assert "nodes of open runs connect to public addresses only" in swarm.tracker.text()
+
+
 def test_keys_runs_ports_and_folders_that_are_not_right(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=500)
     with swarm_in(tmp_path, run, free_port()) as swarm:

@@ -80,6 +80,15 @@ def check_address(
     return str(address)
 
 
+def is_dialable(host: str) -> bool:
+    """Whether nodes of an open run connect to this literal."""
+    try:
+        check_address(host, 1, own=frozenset())
+    except PeerError:
+        return False
+    return True
+
+
 def forbidden(address: Address, *, local: bool = False, same_public: bool = False) -> str | None:
     """Why nothing may connect to an unwrapped address, or None."""
     if address in METADATA:

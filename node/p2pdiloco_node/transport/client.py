@@ -142,7 +142,7 @@ class Client:
 
     def remember(self, peer: PeerId, sealed: bytes) -> None:
         """Keep a peer's signed record; written to disk within `ADDRESS_BOOK_FLUSH_S`."""
-        self._start(self._remember(peer, sealed))
+        self._start(self.learn(peer, sealed))
 
     def urls(self, peer: PeerId) -> list[str]:
         """Where `peer` may be reached, the host that answered last first. Raises: TransportError."""
@@ -162,6 +162,12 @@ class Client:
         if not found:
             raise TransportError(f"no address of peer {short(peer)} may be connected to: {why}")
         return found
+
+    def can_dial(self, peer: PeerId) -> bool:
+        """Whether an address of `peer` is known that may be connected to."""
+        with suppress(TransportError):
+            return bool(self.urls(peer))
+        return False
 
     async def _post(self, peer: PeerId, message: Message) -> None:
         """Raises: TransportError."""
@@ -217,15 +223,18 @@ class Client:
         self._sealed = [(message, to, sealed), *self._sealed[:3]]
         return sealed
 
-    async def _remember(self, peer: PeerId, sealed: bytes) -> None:
+    async def learn(self, peer: PeerId, sealed: bytes) -> None:
+        """The same, and on return it can be dialled. `peer`: who passed it on."""
         try:
             record = await asyncio.to_thread(self.book.remember, sealed)
         except PeerError as error:
             self.strikes.strike(peer, error.reason)
             return
-        if record is None or self._book_changed:
-            return
-        self._book_changed = True
+        if record is not None and not self._book_changed:
+            self._book_changed = True
+            self._start(self._write_book())
+
+    async def _write_book(self) -> None:
         await asyncio.sleep(ADDRESS_BOOK_FLUSH_S)
         self._book_changed = False
         await asyncio.to_thread(self.book.flush)

@@ -1,0 +1,47 @@
+"""Where a tracker says that its witness is reached."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.config import HostPort, TrackerConfig
+from p2pdiloco_node.lifetime import Leaving
+from p2pdiloco_node.tracker import Tracker
+
+
+def tracker(public_url: str) -> Tracker:
+    made = Tracker(
+        TrackerConfig(run="run", listen="127.0.0.1:7474", public_url=public_url), cast("Leaving", None)
+    )
+    made.participant = cast("Any", SimpleNamespace(listener=SimpleNamespace(port=7474)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("public_url", "announced"),
+    [
+        ("", []),
+        ("http://8.8.8.8:7000/", [("8.8.8.8", 7000)]),  # behind a port forwarding
+        ("http://8.8.8.8", [("8.8.8.8", 80)]),
+        ("http://8.8.8.8:7474", [("8.8.8.8", 7474), ("127.0.0.1", 7474)]),
+        ("https://8.8.8.8", [("8.8.8.8", 7474), ("127.0.0.1", 7474)]),  # peers go beside the proxy
+        ("http://[2600::1]:7000", [("2600::1", 7000)]),
+        ("http://no-such-name.invalid:7000", []),
+    ],
+)
+async def test_the_public_address_is_what_the_witness_announces(
+    public_url: str, announced: list[tuple[str, int]]
+) -> None:
+    """Nodes of an open run connect to public addresses only; behind a router a machine has none."""
+    assert await tracker(public_url)._public_addresses() == [HostPort(*place) for place in announced]
+
+
+@pytest.mark.parametrize("public_url", ["8.8.8.8:7474", "http://8.8.8.8:99999", "http://8.8.8.8:x"])
+def test_a_public_url_that_is_none_is_refused(public_url: str) -> None:
+    with pytest.raises(OperatorError, match="--public-url") as caught:
+        tracker(public_url)
+    assert caught.value.exit_code == 2
