@@ -8,7 +8,6 @@ from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.schedules import SCHEDULES, run_schedule
 from p2pdiloco_node.simulate import generator
 
-
 # Schedules with the seeds that once found a bug in them.
 KEPT = [
     ("goodbye_shrinks_to_the_witness", 0),  # a voter's goodbye was the first that was heard of it

@@ -132,7 +132,7 @@ def test_an_entry_of_others_is_durable_before_the_next_ack() -> None:
 
 
 def test_a_head_that_anybody_may_pass_on_changes_nothing() -> None:
-    """Served to whoever asks: as a heartbeat it would say that its sender wants no seat, and fetch entries."""
+    """Served to whoever asks: as a heartbeat it would say that its sender wants no seat."""
     node = leader()
     before = node.node.deadline()
     assert node.hear(B, msg.Head(2**62, bytes(32), 2**62), boot=9) == []
