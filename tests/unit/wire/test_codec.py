@@ -135,5 +135,5 @@ def test_text_is_never_taken_for_bytes() -> None:
 
 
 def test_a_number_is_never_taken_for_a_truth() -> None:
-    beat = [1, bytes(32), 1, 1, 0, [], True]
+    beat = [1, bytes(32), 1, 1, 0, 0, 0, [], True]
     refused(msgpack.packb(beat), Heartbeat, "bool")
