@@ -196,10 +196,12 @@ def test_the_whole_swarm_stops_and_resumes(swarm: Swarm) -> None:
     for process in (*swarm.nodes.values(), swarm.tracker):
         process.kill()
     node = swarm.node("node-2")
-    wait_for(lambda: node.status() is not None, START_S, "a node is there before its tracker")
+    # Its state file may be older than its log: the deltas on its disk bring it up again.
+    wait_for(
+        lambda: (s := node.status()) is not None and s.version >= 3, START_S, "a node is back before its tracker"
+    )
     first = node.status()
     assert first is not None
-    assert first.version >= 3
     assert first.clock > 0
     swarm.start_tracker()
     swarm.node("node-1")
