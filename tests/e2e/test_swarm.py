@@ -197,9 +197,7 @@ def test_the_whole_swarm_stops_and_resumes(swarm: Swarm) -> None:
         process.kill()
     node = swarm.node("node-2")
     # Its state file may be older than its log: the deltas on its disk bring it up again.
-    wait_for(
-        lambda: (s := node.status()) is not None and s.version >= 3, START_S, "a node is back before its tracker"
-    )
+    wait_for(lambda: (s := node.status()) is not None and s.version >= 3, START_S, "the state is back")
     first = node.status()
     assert first is not None
     assert first.clock > 0
