@@ -127,12 +127,16 @@ class Membership:
     def wanted(self, committee: Committee, rules: RulesState, index: int) -> Committee | None:
         """The committee that should follow, or None while this one is right.
 
-        Never one whose majority is not there: it could not certify anything, the way back included.
+        Never one whose majority is not there and caught up to `index`: it could not certify anything, the
+        way back included, and who leaves would take the only copies of the deltas along.
         """
         new = self._judged(committee, rules, index)
-        if new is None or sum(1 for m in new.members if self._is_present(m)) < new.quorum:
+        if new is None or sum(1 for m in new.members if self._is_ready(m, index)) < new.quorum:
             return None
         return new
+
+    def _is_ready(self, voter: PeerId, index: int) -> bool:
+        return self._is_present(voter) and (voter == self._ctx.me or self.index_of(voter) >= index)
 
     def _is_present(self, voter: PeerId) -> bool:
         lately = self.silent_s(voter) < 3 * self._ctx.spec.committee.heartbeat_s

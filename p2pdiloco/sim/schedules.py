@@ -60,6 +60,7 @@ SCHEDULES: dict[str, Schedule] = {
     "absent_voter_is_replaced": Schedule(membership.absent_voter_is_replaced),
     "absent_voter_keeps_its_seat": Schedule(membership.absent_voter_keeps_its_seat),
     "goodbye_shrinks_to_the_witness": Schedule(membership.goodbye_shrinks_to_the_witness),
+    "shrinking_waits_for_the_one_left": Schedule(membership.shrinking_waits_for_the_one_left),
     "goodbye_with_the_witness_away": Schedule(membership.goodbye_with_the_witness_away),
     "leaving_voter_hands_its_seat_over": Schedule(membership.leaving_voter_hands_its_seat_over),
     "old_majority_dies_before_the_new_stored": Schedule(membership.old_majority_dies_before_the_new_stored),

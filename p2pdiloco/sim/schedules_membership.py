@@ -85,6 +85,25 @@ def goodbye_shrinks_to_the_witness(stage: Stage) -> None:
     stage.versions(4, 8 * stage.round_s, "with one node and the witness")
 
 
+def shrinking_waits_for_the_one_left(stage: Stage) -> None:
+    """The witness lacks deltas when a voter leaves: it is not left alone with entries that it cannot apply."""
+    nodes = stage.start(2)
+    stage.committee(3)
+    stage.versions(1, 4 * stage.round_s, "first")
+    witness = stage.world.witness
+    for node in nodes:
+        stage.world.network.slow[(node.id, witness.id)] = (60.0, 60.0)
+    stage.versions(2, 6 * stage.round_s, "while the witness lags")
+    nodes[1].leave()
+    stage.run(10.0)
+    if stage.checkers.committee.size == 1:
+        made = next(i for i, c in enumerate(stage.checkers.chain) if c.committee.size == 1 and i > 0)
+        if witness.state.index < made:
+            raise Violation("who is left is caught up", f"the witness at {witness.state.index} of {made}")
+    stage.world.network.slow.clear()
+    stage.versions(2, 60.0 + stage.failover_s + 4 * stage.round_s, "with the node left and the witness")
+
+
 def goodbye_with_the_witness_away(stage: Stage) -> None:
     """The witness is away for its lease, then one of two nodes leaves: the other one's seat is left."""
     nodes = stage.start(2)
