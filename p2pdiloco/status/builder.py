@@ -35,6 +35,13 @@ from p2pdiloco.wire.messages import EvalReport
 HOUR_S = 3600.0
 
 
+class _Unexplained(NamedTuple):
+    """A term that the witness follows and no entry has explained yet: a hand-over, or a silence?"""
+
+    before: int  # the term before it
+    seen_unix: float
+
+
 class Unsaved(NamedTuple):
     """What came since the last call: for the tracker's database."""
 
@@ -102,6 +109,8 @@ class StatusBuilder:
         self.t_full = 0
         self.committee: Committee = spec.committee.genesis
         self.term: int | None = None
+        self._unexplained: _Unexplained | None = None
+        self._entry_unix = started_unix  # when the newest entry came, as far as this process saw
         self.steps_in_term = 0
         self.target_tokens = spec.target_tokens
         self.finished = False
@@ -151,8 +160,8 @@ class StatusBuilder:
             return
         self.index = body.index
         term, committee = entry.certificate.term, self.committee
-        if term != self.term:
-            self._elected(term, committee, when_unix)
+        self._term_certified(term, committee, when_unix)
+        self._entry_unix = self._entry_unix if when_unix is None else when_unix
         match body.content:
             case OuterStep() as step:
                 self._outer_step(step, term, committee, when_unix, dict(losses or {}))
@@ -165,12 +174,24 @@ class StatusBuilder:
             self._take_evaluation(of_genesis)
         if entry.certificate.last or isinstance(body.content, Membership):
             # Handing over is everyday life and would fill the list of events: only who fell silent is news.
-            self.term, self.steps_in_term = term + 1, 0
+            self._handed_over(term + 1)
 
     def term_seen(self, term: int, *, when_unix: float) -> None:
-        """The witness follows an aggregator of a newer term, before that has certified anything."""
-        if self.term is None or term > self.term:
-            self._elected(term, self.committee, when_unix)
+        """The witness follows an aggregator of a newer term, before that has certified anything.
+
+        Call it once a second. At a hand-over the witness acks, and so moves on, before the entry that
+        explains it is certified: what the new term means is said only when an entry of it comes, or none
+        of the old term does for as long as a voter waits.
+        """
+        if self.term is None:
+            self._elected(term, self.committee, when_unix, "the first")
+            return
+        if term > self.term:
+            self._unexplained = self._unexplained or _Unexplained(self.term, when_unix)
+            self.term, self.steps_in_term = term, 0
+        waiting = self._unexplained
+        if waiting and when_unix - max(waiting.seen_unix, self._entry_unix) > self._silence_s:
+            self._explain(waiting.before, waiting.seen_unix, when_unix)
 
     def heard(self, peer: PeerId, *, when_unix: float) -> None:
         """The witness received a message from this peer, whatever the directory knows."""
@@ -265,7 +286,7 @@ class StatusBuilder:
         self, step: OuterStep, term: int, committee: Committee, when: float | None, losses: dict[bytes, float]
     ) -> None:
         self.version, self.clock, self.t_full = step.version, step.clock, step.t_full
-        self.steps_in_term += 1
+        self.steps_in_term += term == self.term
         self.terms.add(term)
         aggregator = committee.aggregator_of(term)
         self.aggregators.setdefault(aggregator)
@@ -330,13 +351,43 @@ class StatusBuilder:
                 )
             )
 
-    def _elected(self, term: int, committee: Committee, when: float | None) -> None:
-        """A term that no entry announced: the first, or one after a silence."""
-        before, self.term, self.steps_in_term = self.term, term, 0
+    @property
+    def _silence_s(self) -> float:
+        """A voter waits at least so long before it takes an aggregator for dead (protocol.md 4)."""
+        return self.spec.committee.timeout_s_min
+
+    def _elected(self, term: int, committee: Committee, when: float | None, why: str) -> None:
+        self.term, self.steps_in_term, self._unexplained = term, 0, None
         if when is not None:
             who = self.name_of(committee.aggregator_of(term)).name
-            why = "the first" if before is None else f"term {before:,} fell silent"
             self.event("elected", f"{who} aggregates, term {term:,}: {why}", when_unix=when)
+
+    def _term_certified(self, term: int, committee: Committee, when: float | None) -> None:
+        """An entry of `term` came. One of an older term than the witness follows changes no aggregator."""
+        waiting = self._unexplained
+        if self.term is None:
+            self._elected(term, committee, when, "the first")
+        elif term > self.term:
+            before, seen = waiting or _Unexplained(self.term, when or 0.0)
+            self.term, self.steps_in_term = term, 0
+            self._explain(before, seen, when)
+        elif term == self.term and waiting:
+            self._explain(waiting.before, waiting.seen_unix, when)
+
+    def _explain(self, before: int, seen_unix: float, when: float | None) -> None:
+        """Say why the present term follows `before`, which did not hand over."""
+        assert self.term is not None
+        silent = seen_unix - self._entry_unix > self._silence_s
+        why = f"term {before:,} fell silent" if silent else f"it follows term {before:,}"
+        self._elected(self.term, self.committee, when, why)
+
+    def _handed_over(self, term: int) -> None:
+        if self.term is None or term > self.term:
+            self.term, self.steps_in_term = term, 0
+        if term == self.term:
+            self._unexplained = None
+        elif self._unexplained:  # the term after the hand-over fell silent at once
+            self._unexplained = self._unexplained._replace(before=term)
 
     def _committee_changed(self, new: Committee, when: float | None) -> None:
         before, after = set(self.committee.members), set(new.members)

@@ -42,7 +42,8 @@ class Progress(View, frozen=True):
     target_version: int | None
     tokens: int  # token clock
     target_tokens: int
-    share: float  # 0 to 1
+    measure: str  # what `share` counts: "version" or "tokens", whichever target is nearer
+    share: float  # 0 to 1, of the target named by `measure`
     eta_s: float | None
     last_step_unix: float | None
     seconds_per_step: float | None  # mean of the last outer steps

@@ -109,7 +109,10 @@ def _facts(b: StatusBuilder, now: float, by_state: Counter[str], committee: rm.C
 def _progress(b: StatusBuilder, now: float) -> rm.Progress:
     target_version = b.spec.target_version or None
     step_s, rate = b.history.seconds_per_step(), b.history.tokens_per_s(now)
-    shares = [b.clock / b.target_tokens] + ([b.version / target_version] if target_version else [])
+    # The run ends at whichever target comes first, so that one is its progress; as a rule the version.
+    shares = {"version": b.version / target_version} if target_version else {}
+    shares["tokens"] = b.clock / b.target_tokens
+    measure = max(shares, key=shares.__getitem__)
     left_s = []
     if rate:
         left_s.append((b.target_tokens - b.clock) / rate)
@@ -120,7 +123,8 @@ def _progress(b: StatusBuilder, now: float) -> rm.Progress:
         target_version=target_version,
         tokens=b.clock,
         target_tokens=b.target_tokens,
-        share=1.0 if b.finished else min(1.0, max(shares)),
+        measure=measure,
+        share=min(1.0, shares[measure]),
         eta_s=None if b.finished or not left_s else max(0.0, min(left_s)),
         last_step_unix=b.history.points[-1].when_unix if b.history.points else None,
         seconds_per_step=step_s,

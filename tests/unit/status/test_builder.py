@@ -174,7 +174,20 @@ def test_the_run_says_what_it_waits_for(fake_run):
     assert say(run).state.word == "paused"
     run.owner("resume")
     run.owner("finish")
-    assert (say(run).state.word, say(run).progress.share) == ("finished", 1.0)
+    assert (say(run).state.word, say(run).progress.share) == ("finished", 4000 / 2_000_000)  # by its owner
+
+
+def test_progress_counts_what_it_says_it_counts(fake_run):
+    run = fake_run(target_version=4, target_tokens=8_000)
+    run.step([(1, 1000, 3.0)])
+    p = say(run).progress
+    assert (p.measure, p.share, p.version / p.target_version) == ("version", 0.25, 0.25)
+    run.step([(1, 5000, 3.0)])
+    p = say(run).progress  # the tokens will end it first
+    assert (p.measure, p.share, p.tokens / p.target_tokens) == ("tokens", 0.75, 0.75)
+    run = fake_run(target_tokens=8_000)
+    run.step([(1, 1000, 3.0)])
+    assert (say(run).progress.measure, say(run).progress.share) == ("tokens", 0.125)
 
 
 def test_no_quorum_is_counted(fake_run):
@@ -215,6 +228,65 @@ def test_who_aggregates_and_why_it_changed(fake_run):
     assert texts[1:] == ["witness aggregates, term 1: the first"]  # handing over is no news
     assert [m.role for m in say(run).committee.members] == ["witness", "voter", "voter"]
     assert [r.version for r in say(run).rounds] == [4, 3, 2, 1]
+
+
+def elections(run) -> list[str]:
+    return [e.text for e in reversed(say(run).events) if e.kind == "elected"][1:]  # but for the first
+
+
+@pytest.fixture
+def trio(fake_run):
+    """Three seats, an entry just certified."""
+    run = fake_run()
+    run.node(1, "one")
+    run.node(2, "two")
+    run.listed()
+    run.seats(1, 2)
+    run.step([(1, 1000, 3.0)])
+    return run
+
+
+def test_a_term_that_the_witness_sees_before_its_hand_over_is_certified_is_no_news(trio):
+    """The witness acks a term's last body, and so follows the next one, before there is a certificate."""
+    for after_s in (0.2, 60.0):  # seconds since the entry before: passes may be longer than timeouts
+        old = trio.term
+        trio.builder.term_seen(old + 1, when_unix=trio.now + after_s)
+        trio.step([(1, 1000, 3.0)], last=True, after_s=after_s + 0.5)
+        trio.builder.term_seen(old + 1, when_unix=trio.now + 30)
+        assert say(trio).committee.term == old + 1
+        assert elections(trio) == []
+        trio.step([(1, 1000, 3.0)])
+        assert (say(trio).committee.term, elections(trio)) == (old + 1, [])
+
+
+def test_an_entry_of_an_older_term_takes_nobody_s_place(trio):
+    old = trio.term
+    trio.builder.term_seen(old + 1, when_unix=trio.now + 0.2)
+    trio.step([(1, 1000, 3.0)], after_s=0.3)  # of the old one
+    assert say(trio).committee.term == old + 1
+    trio.term = old + 1
+    trio.step([(1, 1000, 3.0)], after_s=0.3)
+    who = say(trio).committee.aggregator.name
+    assert elections(trio) == [f"{who} aggregates, term {old + 1}: it follows term {old}"]
+
+
+def test_fell_silent_is_said_of_who_did(trio):
+    old, last = trio.term, trio.now
+    silence = trio.spec.committee.timeout_s_min
+    trio.builder.term_seen(old + 1, when_unix=last + silence + 0.5)
+    assert elections(trio) == []  # a certificate may still be on its way
+    trio.term = old + 1
+    trio.step([(1, 1000, 3.0)], after_s=silence + 1)
+    who = say(trio).committee.aggregator.name
+    expected = [f"{who} aggregates, term {old + 1}: term {old} fell silent"]
+    assert elections(trio) == expected
+    # A new aggregator that certifies nothing for long is told of as well, once, and the one after it.
+    last = trio.now
+    for after_s in (2.0, 3.0, 4.0, 5.0):
+        trio.builder.term_seen(old + 2, when_unix=last + after_s)
+    who = say(trio).committee.aggregator.name
+    expected.append(f"{who} aggregates, term {old + 2}: term {old + 1} fell silent")
+    assert elections(trio) == expected
 
 
 def test_events_tell_who_came_went_and_returned(fake_run):
