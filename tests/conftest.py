@@ -102,7 +102,7 @@ class FakeRun:
         return StatusBuilder(
             RUN,
             self.spec,
-            join=join_hint(RUN, join, local=self.spec.admission == "local"),
+            join=join_hint(RUN, join, local=self.spec.admission == "local", folder="tiny-run"),
             build="0.1.0",
             started_unix=T0 - 30,
         )

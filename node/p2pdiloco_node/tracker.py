@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import socket
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from p2pdiloco.protocol.actions import InstallEntry
 from p2pdiloco.protocol.tracker import Directory
 from p2pdiloco.rules.state import genesis_state, rules_digest
 from p2pdiloco.run_spec import RunSpec, open_run_spec
-from p2pdiloco.status import RunStatus, StatusBuilder, join_hint
+from p2pdiloco.status import LOOPBACK, RunStatus, StatusBuilder, join_hint
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import ANYBODY, Opened, open_envelope
 from p2pdiloco.wire.log import OuterStep, state_root
@@ -167,7 +168,8 @@ class Tracker:
         self.builder = StatusBuilder(
             self._run,
             self._spec,
-            join=join_hint(self._run, url, local=local),
+            # The folder's name alone: where it lies on this machine is nobody else's business.
+            join=join_hint(self._run, url, local=local, folder=shlex.quote(self._dir.absolute().name)),
             build=__version__,
             started_unix=time.time(),
         )
@@ -223,7 +225,7 @@ class Tracker:
         print(f"Page: {url}/", flush=True)
         print(f"Join: p2pdiloco node --join {url}/#{self._run.hex()}", flush=True)
         if host.startswith("127.") or host in ("::1", "localhost"):
-            print("bound to loopback, only local nodes can join", flush=True)
+            print(LOOPBACK, flush=True)
 
     async def run(self) -> int:
         """Until somebody asks to leave. Raises: what ended it."""
@@ -337,7 +339,8 @@ class Tracker:
         self._fed = index
 
     def _said(self, kind: str, text: str) -> None:
-        self.builder.event(kind, text, when_unix=time.time())
+        if kind != "elected":  # the builder says that itself, with the aggregator's name and why
+            self.builder.event(kind, text, when_unix=time.time())
 
     def _status(self) -> RunStatus:
         return self.builder.build(time.time())

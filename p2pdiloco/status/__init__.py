@@ -6,8 +6,17 @@ harmless, `join` writes the line that newcomers paste.
 """
 
 from p2pdiloco.status.builder import StatusBuilder
-from p2pdiloco.status.join import join_hint
+from p2pdiloco.status.join import LOOPBACK, join_hint
 from p2pdiloco.status.names import clean_name, clean_text
 from p2pdiloco.status.read_model import NodeView, RunStatus, to_json
 
-__all__ = ["NodeView", "RunStatus", "StatusBuilder", "clean_name", "clean_text", "join_hint", "to_json"]
+__all__ = [
+    "LOOPBACK",
+    "NodeView",
+    "RunStatus",
+    "StatusBuilder",
+    "clean_name",
+    "clean_text",
+    "join_hint",
+    "to_json",
+]

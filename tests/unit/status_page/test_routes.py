@@ -195,6 +195,45 @@ async def test_the_page_is_complete_without_script(serve, fake_run):
         assert re.search(r'<dd class="def">[^<]{10,}', tile), tile
 
 
+async def test_the_percentage_is_of_what_stands_beside_it(serve, fake_run):
+    run = fake_run(target_version=10, target_tokens=147_000)
+    for _ in range(5):
+        run.step([(1, 11_880, 3.0)])
+    words = " ".join(Seen(await (await (await serve(run)).get("/")).text()).text.split())
+    assert re.search(r"version 5 of 10, 59\.4\sk tokens 50\.0\s%", words), words
+    run = fake_run(target_tokens=147_000)
+    run.step([(1, 58_800, 3.0)])
+    words = " ".join(Seen(await (await (await serve(run)).get("/")).text()).text.split())
+    assert re.search(r"58\.8\sk of 147\sk tokens 40\.0\s%", words), words
+
+
+async def test_an_evaluation_says_of_which_version_it_is(serve, fake_run):
+    """An old one beside a new training loss must not read as a failure."""
+    run = fake_run()
+    run.node(1)
+    run.listed()
+    run.evaluated(5.49)
+    for _ in range(3):
+        run.step([(1, 1000, 2.774)])
+    words = " ".join(Seen(await (await (await serve(run)).get("/")).text()).text.split())
+    assert re.search(r"Evaluation loss before training ?5\.490", words)
+    assert "Bits per byte before training" in words
+    assert "the model is at version 3" in words
+    run.step([(1, 1000, 2.7)])
+    run.evaluated(2.8)
+    words = " ".join(Seen(await (await (await serve(run)).get("/")).text()).text.split())
+    assert re.search(r"Evaluation loss at version 4 ?2\.800", words)
+    assert "the model is at version" not in words
+
+
+async def test_a_page_on_loopback_shows_the_line_and_its_limit(serve, fake_run):
+    run = fake_run(admission="open", join="http://127.0.0.1:7474")
+    words = " ".join(Seen(await (await (await serve(run)).get("/")).text()).text.split())
+    assert "p2pdiloco node --join http://127.0.0.1:7474/#" in words
+    assert "Bound to loopback, only nodes on this machine can join" in words
+    assert "p2pdiloco tracker --run tiny-run --listen 0.0.0.0:7474" in words
+
+
 async def test_before_the_first_data_there_are_dashes(serve, fake_run):
     text = await (await (await serve(fake_run())).get("/")).text()
     values = [html_lib.unescape(v) for v in re.findall(r'<dd class="value">(.*?)</dd>', text)]
