@@ -3,12 +3,14 @@
 Nothing in DIR is changed, and nothing in it is believed: bytes are named by their digests, entries by their
 certificates, and each state is computed again from the one before (protocol.md 3). Where deltas were
 dropped, the replay starts at the oldest snapshot whose deltas are complete, and says so; the entries before
-it are still checked for signatures, chain and committee.
+it are still checked for signatures, chain and committee. What the RunSpec itself names (data shards, the
+evaluation shard, version 0) is read first: a damaged file is named.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -52,7 +54,9 @@ from p2pdiloco_node.storage.state_files import KeptSnapshot
 FAILED = 1  # exit code: the run does not verify
 RELATIVE = 1e-3  # tolerance for declared figures, as for a re-proposal (algorithm.md 5)
 
-Watch = Callable[[int, int], None]  # entries done, entries in all
+Watch = Callable[[str, int, int], None]  # what is done, how many of them are, and of how many
+BLOBS_READ = "reading data and version 0"
+ENTRIES_REPLAYED = "replaying entries"
 
 
 class Verified(NamedTuple):
@@ -63,6 +67,7 @@ class Verified(NamedTuple):
     entries: int
     deltas: int
     state_root: Digest
+    blobs: int  # named by the RunSpec, kept here and whole: shards, the evaluation shard, version 0
 
 
 class _Kept(NamedTuple):
@@ -72,6 +77,7 @@ class _Kept(NamedTuple):
     log: Path
     blobs: tuple[Path, ...]  # folders of blobs, in the store's layout or flat
     snapshots: Path
+    whole: bool  # a run's own folder: what the RunSpec names has to be here
 
 
 def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
@@ -81,6 +87,7 @@ def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
     """
     kept = _locate(folder)
     run, spec = _open_spec(kept.spec)
+    blobs = _check_named_blobs(kept, spec, progress)
     entries = read_log(kept.log)
     contents = _check_chain(run, spec, entries)
     rules = _rules_after_each(spec, contents)
@@ -90,20 +97,29 @@ def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
         if place >= start:
             replay.step(place + 1, rules[place], rules[place + 1], content)
         if progress is not None:
-            progress(place + 1, len(contents))
+            progress(ENTRIES_REPLAYED, place + 1, len(contents))
     return Verified(
         run=run, name=spec.name, first_version=rules[start].version, version=rules[-1].version,
-        entries=len(entries), deltas=replay.deltas, state_root=replay.root(rules[-1]),
+        entries=len(entries), deltas=replay.deltas, state_root=replay.root(rules[-1]), blobs=blobs,
     )  # fmt: skip
 
 
 def print_verified(folder: Path, *, as_json: bool) -> int:
     """The command: progress on a terminal, then what was verified. Raises: OperatorError."""
-    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} entries"))
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total}"))
     console = Console(stderr=True)
+    said = ""
+
+    def watch(what: str, done: int, total: int) -> None:
+        nonlocal said
+        if what != said and not console.is_terminal:
+            print(f"{what} ({total}) ...", file=sys.stderr, flush=True)
+        said = what
+        bar.update(task, description=what, completed=done, total=total)
+
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("verifying", total=None)
-        verified = verify_run(folder, lambda done, total: bar.update(task, completed=done, total=total))
+        task = bar.add_task("opening", total=None)
+        verified = verify_run(folder, watch)
     if as_json:
         plain = {k: v.hex() if isinstance(v, bytes) else v for k, v in verified._asdict().items()}
         print(json.dumps(plain))
@@ -112,8 +128,8 @@ def print_verified(folder: Path, *, as_json: bool) -> int:
         print(f"Older deltas were dropped: states are replayed from version {verified.first_version} on.")
     print(
         f"Run {verified.name!r} ({verified.run.hex()[:16]}) verifies: {verified.entries} entries, versions "
-        f"{verified.first_version} to {verified.version}, {verified.deltas} deltas; "
-        f"state {verified.state_root.hex()[:16]}."
+        f"{verified.first_version} to {verified.version}, {verified.deltas} deltas, "
+        f"{verified.blobs} blobs of data and version 0; state {verified.state_root.hex()[:16]}."
     )
     return 0
 
@@ -129,7 +145,8 @@ def _locate(folder: Path) -> _Kept:
         own = base / "witness" if (base / "witness" / "journal").is_dir() else base
         if spec.is_file() and (own / "journal" / "log").is_file():
             stores = tuple(own / "blobs" / purpose for purpose in Purpose)
-            return _Kept(spec, own / "journal" / "log", (*stores, base / "blobs"), own / "snapshots")
+            folders = (*stores, base / "blobs")
+            return _Kept(spec, own / "journal" / "log", folders, own / "snapshots", whole=own != base)
     raise OperatorError(
         f"There is no kept run in {folder}: name the folder that `p2pdiloco run new` made and the tracker "
         "served, what `p2pdiloco demo --keep` kept, or a node's data folder.",
@@ -143,6 +160,51 @@ def _open_spec(path: Path) -> tuple[RunId, RunSpec]:
         raise OperatorError(f"This run does not verify: the RunSpec {path}: {error}.", FAILED) from None
     except OSError as error:
         raise OperatorError(f"The RunSpec {path} cannot be read: {error.strerror}.") from None
+
+
+def _named_blobs(spec: RunSpec) -> dict[Digest, str]:
+    """What the RunSpec names, in words, by digest; chunks that are alike are one blob."""
+    data, genesis = spec.data, spec.genesis
+    names = {
+        **{Digest(c): f"chunk {i} of version 0's momentum" for i, c in enumerate(genesis.momentum)},
+        **{Digest(c): f"chunk {i} of version 0's params" for i, c in enumerate(genesis.params)},
+        Digest(data.evaluation.digest): "the evaluation shard",
+    }
+    count = len(data.shards)
+    return names | {
+        Digest(s.digest): f"data shard {i} of {count}" for i, s in enumerate(data.shards, start=1)
+    }
+
+
+def _check_named_blobs(kept: _Kept, spec: RunSpec, progress: Watch | None) -> int:
+    """Read every copy of what the RunSpec names; how many blobs are here and whole.
+
+    Raises: OperatorError (exit code 1): a copy is damaged; or one is missing in a run's own folder. A node
+    keeps what it needs, so there it may be missing.
+    """
+    named = _named_blobs(spec)
+    found = 0
+    for place, (digest, what) in enumerate(named.items(), start=1):
+        paths = list(_blob_paths(kept, digest))
+        for path in paths:
+            data = guarded(path.read_bytes, path)
+            if digest_of(data) != digest:
+                raise OperatorError(
+                    f"This run does not verify: {what} is damaged: {path} ({len(data)} bytes) has another "
+                    "digest than the RunSpec names. Put the file back from a backup or another copy of the "
+                    "run.",
+                    FAILED,
+                )
+        if not paths and kept.whole:
+            raise OperatorError(
+                f"This run does not verify: {what} is missing: {kept.blobs[-1] / digest.hex()} is not "
+                "there. Put the file back from a backup or another copy of the run.",
+                FAILED,
+            )
+        found += bool(paths)
+        if progress is not None:
+            progress(BLOBS_READ, place, len(named))
+    return found
 
 
 def read_log(path: Path) -> list[Entry]:
@@ -256,10 +318,14 @@ def _read_snapshot(kept: _Kept, spec: RunSpec, offer: SnapshotOffer) -> GlobalSt
     return state if (whole.params, whole.momentum) == listed else None
 
 
-def _blob_path(kept: _Kept, digest: Digest) -> Path | None:
+def _blob_paths(kept: _Kept, digest: Digest) -> Iterator[Path]:
     name = digest.hex()
     places = (place for base in kept.blobs for place in (base / name[:2] / name, base / name))
-    return next((place for place in places if place.is_file()), None)
+    return (place for place in places if place.is_file())
+
+
+def _blob_path(kept: _Kept, digest: Digest) -> Path | None:
+    return next(_blob_paths(kept, digest), None)
 
 
 def _read_blob(kept: _Kept, digest: Digest) -> bytes | None:
