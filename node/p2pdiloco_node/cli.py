@@ -7,6 +7,7 @@ docs/exit-codes.md; 70 is a fault of this program, with a traceback.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import USAGE, Loaded, NodeConfig, TrackerConfig, load, nearest
 
+# What a word without a flag most likely was meant for.
+LEFT_OUT = {"tracker": "--run", "node": "--join"}
 OURS = 70  # exit code of an AssertionError or any other fault of this program
 INTERRUPTED = 130
 
@@ -369,6 +372,12 @@ def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
         word = error.token.keyword or str(error.token.value)
         flags = [n for a in (error.argument_collection or ()) for n in a.names if n.startswith("--")]
         return f"there is no flag {word}{nearest(word, flags)} (see p2pdiloco {_words(arguments)} --help)"
+    if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
+        word = error.unused_tokens[0]
+        command = " ".join(error.command_chain or ())
+        flag = LEFT_OUT.get(command)
+        meant = f"; did you mean {flag} {shlex.quote(word)}?" if flag else ""
+        return f"{word!r} stands alone, without a flag before it{meant} (see p2pdiloco {command} --help)"
     text = " ".join(str(error).split())
     return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
 

@@ -67,6 +67,10 @@ def web_server(answers: dict[str, bytes]) -> Iterator[str]:
         (["node", "--join", "http://127.0.0.1:1/", "--peers", ""], 2, "The list of peers is empty"),
         (["node", "--join", "http://127.0.0.1:1/"], 4, "tried http://127.0.0.1:1 (refused)"),
         (["tracker"], 2, "No run is named"),
+        (["tracker", "tiny-run"], 2, "did you mean --run tiny-run?"),
+        (["tracker", "tiny-run", "--listen", "127.0.0.1:7474"], 2, "did you mean --run tiny-run?"),
+        (["node", "http://127.0.0.1:1/#ab"], 2, "did you mean --join 'http://127.0.0.1:1/#ab'?"),
+        (["status", "now"], 2, "'now' stands alone, without a flag before it (see"),
         (["tracker", "--run", "nowhere"], 3, "There is no run in nowhere"),
         (["verify", "nowhere"], 3, "There is no kept run in nowhere"),
         (
