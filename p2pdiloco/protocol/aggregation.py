@@ -54,6 +54,7 @@ class Aggregation:
         self._arrivals: list[Arrival] = []  # at the last look
         self._previous: list[Arrival] = []  # listed by the last outer step
         self._watched_term = 0
+        self._seen_term = 0
         self._left_out: dict[Digest, int] = {}  # outer steps of the watched term that passed a delta over
         self._words: dict[int, OwnerWord] = {}
         self._goodbyes: dict[PeerId, Digest] = {}
@@ -85,6 +86,10 @@ class Aggregation:
         # Of the term that goes on: the next aggregator starts with a clean slate.
         if self._election.own_term == self._watched_term and max(self._left_out.values(), default=0) >= 2:
             return True
+        if self._election.own_term != self._seen_term:
+            # Each term has two deadlines of its own: else every heartbeat would burn another one.
+            self._seen_term = self._election.own_term
+            self._progress_at = self._ctx.now
         if self._ctx.now - self._progress_at < 2 * self.deadline_s * self._stall_factor:
             return False
         state = self._applied.rules

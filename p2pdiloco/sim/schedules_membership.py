@@ -86,7 +86,7 @@ def goodbye_shrinks_to_the_witness(stage: Stage) -> None:
 
 
 def shrinking_waits_for_the_one_left(stage: Stage) -> None:
-    """The witness lacks deltas when a voter leaves: it is not left alone with entries that it cannot apply."""
+    """The witness lacks deltas when a voter leaves: it is not left alone with what it cannot apply."""
     nodes = stage.start(2)
     stage.committee(3)
     stage.versions(1, 4 * stage.round_s, "first")
