@@ -17,8 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar, assert_never
 
 from p2pdiloco import limits
@@ -137,6 +139,8 @@ class Driver:
         self._checks = ThreadPoolExecutor(1, "checks")
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._installs = self._installs_done = 0  # ordered; and done, in the same order
+        self._afterwards: deque[tuple[int, Callable[[], None]]] = deque()  # after so many installs
         self._just_ticked = False
         self.lag_s_max = 0.0  # longest time for which the event loop was held up
 
@@ -231,6 +235,7 @@ class Driver:
                 self._start(self._prepared(action, done))
             case do.InstallEntry(index, version, ticket, rules):
                 done_ = self._in(self._state, ports.keeper.install, index, version, ticket, rules)
+                self._installs += 1
                 self._start(self._installed(action, done_))
             case do.TakeSnapshot(index, version):
                 taken = self._in(self._state, ports.keeper.take_snapshot, index, version)
@@ -238,11 +243,9 @@ class Driver:
             case do.FetchSnapshot():
                 self._start(self._fetch_snapshot(action))
             case do.Say(kind, text):
-                ports.watcher.say(kind, text)
+                self._after_installs(partial(ports.watcher.say, kind, text))
             case do.RunEnded(version):
-                ports.watcher.run_ended(version)
-                if ports.desk is not None:
-                    ports.desk.run_ended(version)
+                self._after_installs(partial(self._run_ended, version))
             case do.LeaveDone():
                 self._left.set()
             case do.SettleDelta() | do.AdoptState() | do.AllowPasses() | do.EvaluateState():
@@ -348,6 +351,22 @@ class Driver:
     async def _installed(self, action: do.InstallEntry, done: Awaitable[None]) -> None:
         await done  # the state could not be kept: an OperatorError here ends the process with its sentence
         self._ports.watcher.installed(action)
+        self._installs_done += 1
+        while self._afterwards and self._afterwards[0][0] <= self._installs_done:
+            self._afterwards.popleft()[1]()
+
+    # What people read follows the line of the entry that it is about.
+
+    def _after_installs(self, work: Callable[[], None]) -> None:
+        if self._installs_done == self._installs:
+            work()
+        else:
+            self._afterwards.append((self._installs, work))
+
+    def _run_ended(self, version: int) -> None:
+        self._ports.watcher.run_ended(version)
+        if self._ports.desk is not None:
+            self._ports.desk.run_ended(version)
 
     async def _snapshot_taken(self, taken: Awaitable[SnapshotOffer]) -> Event | None:
         try:

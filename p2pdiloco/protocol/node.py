@@ -293,7 +293,10 @@ class Node:
             self._ctx.say("committee", f"{content.committee.size} voters from index {index + 1} on")
             self._delivery.offer(self._log.committee, held_here=self._pool.mine(self._applied.rules))
         if isinstance(content, OwnerEntry):
-            self._ctx.say("owner", f"{content.word.kind} at index {index}")
+            if content.word.owner_sequence:
+                self._ctx.say("owner", f"{content.word.kind} at index {index}")
+            else:  # warranted by the RunSpec's targets; the owner did nothing
+                self._ctx.say("run", f"the target is reached: {content.word.kind} at index {index}")
             if content.word.kind == "finish":
                 self._ctx.emit(RunEnded(self._applied.rules.version))
 

@@ -317,6 +317,24 @@ async def test_the_state_lane_keeps_the_order_of_install_snapshot_and_adoption()
     assert lane[:3] == ["install 1", "params", "snapshot 1"]
 
 
+async def test_the_end_of_the_run_is_said_after_the_version_that_reached_it() -> None:
+    world = World()
+    world.hold["install 1"] = threading.Event()
+    actions: list[Action] = [
+        do.InstallEntry(1, 1, None, b"", None),
+        do.Say("run", "the target is reached"),
+        do.RunEnded(1),
+        do.TakeSnapshot(1, 1),
+    ]
+    life = asyncio.create_task(live(world, actions, 1))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    world.hold["install 1"].set()
+    await life
+    told = [what for what in world.done if what.split()[0] in ("installed", "say", "run")]
+    assert told == ["installed 1", "say run", "run ended"]
+
+
 async def test_an_archive_keeps_what_the_rules_drop() -> None:
     for keeps in (False, True):
         world = World()

@@ -20,6 +20,7 @@ from p2pdiloco.protocol.actions import (
     RunEnded,
     SaveEntries,
     SaveRecord,
+    Say,
     Send,
     Settled,
     SettleDelta,
@@ -325,6 +326,8 @@ def test_the_run_ends_once_its_target_is_reached_and_late_deltas_are_told() -> N
     (finish,) = sent(actions, msg.Proposal, B.peer_id)  # right after the entry that reaches it
     ended = node.hear(B, sign_ack(node.node.log, B, finish.body, 2))
     assert take(ended, RunEnded) == [RunEnded(1)]
+    assert "the target is reached: finish at index 2" in [say.text for say in take(ended, Say)]
+    assert "owner" not in said(ended), "the owner did nothing"
     assert node.node.state.finished
     actions = node.hear(C, header(run, C, 2, base=1))
     assert [r.outcome for r in sent(actions, msg.DeltaReceipt, C.peer_id)] == [msg.Outcome.RUN_OVER]
