@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import Random
 
 import aiohttp
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
-from p2pdiloco.ids import PeerId
+from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.protocol.tracker import NODE_STATES
 from p2pdiloco.wire.messages import Announce, PeerRecord, Peers
-from p2pdiloco_node.contact import RUN, Refused, announce
+from p2pdiloco_node.contact import RUN, Refused, announce, another_run, greet
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.transport.client import Client
@@ -76,7 +77,7 @@ class Announcer:
             try:
                 reply = await announce(self._session, url, await self._client.seal(message, self._witness))
             except Refused as error:
-                refused = Refused(f"{url}: {error}")
+                refused = Refused(await self._why_refused(url, error), error.reason)
                 continue
             except TransportError as error:
                 tried.append(f"{url} ({error})")
@@ -92,9 +93,20 @@ class Announcer:
             return
         if refused is not None:
             if joining:
-                raise OperatorError(f"The tracker refuses this node: {refused}.", RUN)
+                why = str(refused)
+                pinned = refused.reason == "WRONG_RUN"
+                raise OperatorError(f"{why}." if pinned else f"The tracker refuses this node: {why}.", RUN)
             raise refused
         raise TransportError("tried " + " and ".join(tried) if tried else "no tracker is named")
+
+    async def _why_refused(self, url: str, error: Refused) -> str:
+        """A sentence; a tracker whose address serves another run now is asked which."""
+        if error.reason != "WRONG_RUN":
+            return f"{url}: {error}"
+        served: RunId | None = None
+        with suppress(TransportError, OperatorError):
+            served = (await greet(self._session, url)).run
+        return another_run(url, served if served != self._client.run else None, self._client.run)
 
     async def run(self) -> None:
         """Until cancelled: whatever a tracker answers is said and tried again."""

@@ -36,6 +36,10 @@ class NotATracker(TransportError):
 class Refused(TransportError):
     """A tracker says no to this node for a reason that waiting may not mend."""
 
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
 
 class Greeting(NamedTuple):
     protocol: int
@@ -74,17 +78,22 @@ async def fetch_run_spec(
     """
     greeting = await greet(session, url)
     if expected is not None and greeting.run != expected:
-        raise OperatorError(
-            f"{url} serves run {greeting.run.hex()[:16]}, not {expected.hex()[:16]}: copy the join line "
-            "of the run that you want, or give this run a --data-dir of its own.",
-            RUN,
-        )
+        raise OperatorError(f"{another_run(url, greeting.run, expected)}.", RUN)
     data = await _get(session, f"{url}/v1/run", limits.run_spec_bytes_max + 1024)
     try:
         run, spec = await asyncio.to_thread(open_run_spec, data, verify_ed25519, expected=greeting.run)
     except PeerError as error:
         raise NotATracker(f"answered with a RunSpec that is not valid ({error})") from None
     return run, spec, data
+
+
+def another_run(url: str, served: RunId | None, expected: RunId) -> str:
+    """What to say and do where `url` serves `served` (None: it does not say) instead of `expected`."""
+    serves = f"serves run {served.hex()[:16]}" if served else "serves another run"
+    return (
+        f"{url} {serves}, not {expected.hex()[:16]}: copy the join line of the run that you want, or give "
+        "this run a --data-dir of its own"
+    )
 
 
 async def fetch_peers(session: aiohttp.ClientSession, url: str) -> tuple[bytes, ...]:
@@ -117,9 +126,10 @@ async def announce(session: aiohttp.ClientSession, url: str, sealed: bytes) -> A
     reason = str(said.get("reason", ""))[:64]
     if not reason or reason == "NOT_FOUND":
         raise NotATracker(f"answered {status}, but is not a p2pdiloco tracker")
-    text = f"{reason}: {str(said.get('detail', ''))[:200]}"
+    detail = str(said.get("detail", ""))[:200].removeprefix(f"{reason}: ")
+    text = f"{reason}: {detail}" if detail != reason else reason
     if reason in ("REPLACED", "WRONG_RUN", "WRONG_VERSION"):
-        raise Refused(text)
+        raise Refused(text, reason)
     raise TransportError(text)
 
 

@@ -129,7 +129,9 @@ class Tracker:
     async def _enter(self) -> None:
         self._run, self._spec, signed = _open_run(self._dir)
         local = self._spec.admission == "local"
-        data = self._stack.enter_context(DataDir(self._dir / WITNESS))
+        data = self._stack.enter_context(
+            DataDir(self._dir / WITNESS, otherwise="copy the run's folder and serve the copy")
+        )
         signer = load_key(self._dir / WITNESS_KEY)
         if signer.peer_id != self._spec.committee.genesis.witness:
             raise OperatorError(

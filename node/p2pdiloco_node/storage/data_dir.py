@@ -19,8 +19,16 @@ class DataDir:
     The lock belongs to the process: after kill -9 the next start has it at once.
     """
 
-    def __init__(self, root: Path, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Files | None = None,
+        *,
+        otherwise: str = "give this one a folder of its own with --data-dir",
+    ) -> None:
+        """`otherwise`: what else than stopping the other daemon a person may do."""
         self.root = root
+        self._otherwise = otherwise
         self.files = files or Files()
         self._lock = -1
 
@@ -45,7 +53,7 @@ class DataDir:
             self._lock = -1
             raise OperatorError(
                 f"Another p2pdiloco daemon (process {holder or 'unknown'}) already uses {self.root}: stop "
-                "it, or give this one a folder of its own with --data-dir."
+                f"it, or {self._otherwise}."
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)

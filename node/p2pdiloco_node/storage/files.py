@@ -156,6 +156,12 @@ def operator_error(error: OSError, path: Path) -> OperatorError:
                 "another folder with --data-dir.",
                 exit_code=3,
             )
+        case errno.ENOTDIR | errno.EEXIST:
+            return OperatorError(
+                f"{path} cannot be a folder, because a file has that name or is on the way to it: name a "
+                "folder, or move the file away.",
+                exit_code=3,
+            )
         case errno.EMFILE | errno.ENFILE:
             return OperatorError(
                 f"No more files may be open ({error.strerror}): raise the limit with ulimit -n 4096.",

@@ -83,7 +83,7 @@ def status(telemetry: Telemetry) -> tuple[str, list[str]]:
     return shown.tracker, [said.text for said in shown.said]
 
 
-@pytest.mark.parametrize("reason", ["REPLACED", "WRONG_RUN", "WRONG_VERSION"])
+@pytest.mark.parametrize("reason", ["REPLACED", "WRONG_VERSION"])
 async def test_a_no_ends_only_who_joins_for_the_first_time(tmp_path: Path, reason: str) -> None:
     tracker = FalseTracker()
     tracker.says(reason)
@@ -92,6 +92,27 @@ async def test_a_no_ends_only_who_joins_for_the_first_time(tmp_path: Path, reaso
             await announcer.once(joining=True)
         assert caught.value.exit_code == 5
         with pytest.raises(Refused, match=reason):
+            await announcer.once()
+
+
+async def test_an_address_that_serves_another_run_now_says_which_is_pinned(tmp_path: Path) -> None:
+    """It said WRONG_RUN twice, and nothing of what to do."""
+    tracker = FalseTracker()
+    tracker.made = lambda: web.json_response(
+        {"reason": "WRONG_RUN", "detail": "WRONG_RUN: the message is for run x"}, status=403
+    )
+    async with tracker.with_node(tmp_path) as (announcer, _, _client):
+        pinned = f"serves another run, not {RUN.hex()[:16]}: copy the join line .* a --data-dir of its own"
+        with pytest.raises(OperatorError, match=pinned) as caught:
+            await announcer.once(joining=True)
+        assert caught.value.exit_code == 5
+        assert "WRONG_RUN" not in str(caught.value)
+        with pytest.raises(Refused, match=pinned):
+            await announcer.once()
+        tracker.made = lambda: web.json_response(
+            {"reason": "REPLACED", "detail": "REPLACED: newer"}, status=403
+        )
+        with pytest.raises(Refused, match=r"[0-9]: REPLACED: newer$"):
             await announcer.once()
 
 
