@@ -165,6 +165,7 @@ class Failed(Frame, frozen=True):
     """The last word of a trainer that cannot go on and knows why."""
 
     message: str
+    exit_code: int = 0  # another: a setting of this machine is wrong, and starting again does not mend it
 
 
 Event = (

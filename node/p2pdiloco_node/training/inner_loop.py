@@ -16,6 +16,7 @@ import torch
 
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.training.data import Tokens
+from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.models import build_model, tensor_layout, views
 from p2pdiloco_node.training.schedule import moments_warmup
 
@@ -23,11 +24,15 @@ Floats = npt.NDArray[np.float32]
 
 
 def choose_device(wanted: str) -> str:
-    """`auto` takes CUDA where it is. Raises: ValueError: a device that this machine has not."""
+    """`auto` takes CUDA where it is. Raises: DeviceMissing."""
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("this machine has no usable NVIDIA GPU (or torch is a build without CUDA)")
+        raise DeviceMissing(wanted, "this machine has no usable NVIDIA GPU, or torch is a build without CUDA")
+    if wanted.startswith("cuda:") and int(wanted.removeprefix("cuda:")) >= torch.cuda.device_count():
+        raise DeviceMissing(
+            wanted, f"this machine has {torch.cuda.device_count()} usable NVIDIA GPU(s), counted from 0"
+        )
     return wanted
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import Floats, write_array
 from p2pdiloco_node.training.brake import RestartBrake
@@ -65,6 +66,7 @@ class Supervisor:
         on_event: Callable[[Told], Awaitable[None]],
         threads: int = 1,
         nice: int = 0,
+        device: str = "auto",
         command: Sequence[str] = WORKER,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -78,7 +80,7 @@ class Supervisor:
         self._checkpoints = checkpoints
         self._begin = begin
         self._on_event = on_event
-        self._threads, self._nice = threads, nice
+        self._threads, self._nice, self._device = threads, nice, device
         self._command = command
         self._clock, self._sleep = clock, sleep
         self._process: asyncio.subprocess.Process | None = None
@@ -96,6 +98,7 @@ class Supervisor:
         self._saved_at = clock()
         self._not_finite = 0  # in a row, in this life
         self._passed = False  # a good pass came in this life
+        self._ever_began = False  # any trainer of this daemon's life was ready to train
 
     @property
     def pid(self) -> int | None:
@@ -162,7 +165,10 @@ class Supervisor:
     # The trainer's story.
 
     async def run(self) -> None:
-        """Until cancelled; the process is gone when it returns, within `trainer_stop_s`."""
+        """Until cancelled; the process is gone when it returns, within `trainer_stop_s`.
+
+        Raises: OperatorError: a setting of this machine is wrong, and was from the start.
+        """
         brake = RestartBrake()
         for stale in self._exchange.glob("*.f32"):
             stale.unlink(missing_ok=True)
@@ -186,6 +192,7 @@ class Supervisor:
             self._process = process = await asyncio.create_subprocess_exec(
                 *self._command,
                 str(self._nice),
+                self._device,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -193,7 +200,7 @@ class Supervisor:
             )
         except OSError as error:
             return f"it could not be started: {error}"
-        failed = ""
+        failed, wrong = "", None
         try:
             assert process.stdout is not None and process.stderr is not None  # noqa: PT018
             async with asyncio.TaskGroup() as group:
@@ -202,6 +209,9 @@ class Supervisor:
                 while (event := await frames.read_event(process.stdout)) is not None:
                     if isinstance(event, frames.Failed):
                         failed = event.message
+                        if event.exit_code and not self._ever_began:
+                            wrong = OperatorError(failed, event.exit_code)
+                            break
                     await self._take(event)
                     if self._is_astray:
                         failed = f"{self._not_finite} times in a row its values were not finite"
@@ -213,6 +223,8 @@ class Supervisor:
             self._configured = False
             await self._end(process)
             self._process = None
+        if wrong is not None:
+            raise wrong
         if failed:
             return failed
         last = next((line for line in reversed(last_words) if line.strip()), "it said nothing")
@@ -257,6 +269,9 @@ class Supervisor:
 
     async def _take(self, event: frames.Event) -> None:
         match event:
+            case frames.Configured():
+                self._ever_began = True
+                await self._on_event(event)
             case frames.PassDone():
                 self._last_sequence = max(self._last_sequence, event.sequence)
                 self._last_cursor = event.data_first + event.data_count

@@ -1,8 +1,8 @@
 """The trainer process: a plain loop of inner steps that never waits for the network.
 
-`python -m p2pdiloco_node.training.worker [NICE]` reads commands from stdin and writes events to stdout
-(frames.py); arrays go through files in the exchange folder. Read `Worker.turn` first: it is the loop's body.
-It may crash without taking the daemon along, and it ends at once when the daemon does.
+`python -m p2pdiloco_node.training.worker [NICE [DEVICE]]` reads commands from stdin and writes events to
+stdout (frames.py); arrays go through files in the exchange folder. Read `Worker.turn` first: it is the
+loop's body. It may crash without taking the daemon along, and it ends at once when the daemon does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from p2pdiloco.wire.codec import decode
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array, take_array, write_array
 from p2pdiloco_node.training.data import DataFeed, DataOrder, ShardMissing, ShardReader, evaluation_places
+from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.evaluation import Evaluation
 from p2pdiloco_node.training.frames import Command, Event
 from p2pdiloco_node.training.moments_file import read_moments, write_moments
@@ -60,10 +61,7 @@ class Worker:
         self._emit, self._clock = emit, clock
         self.spec = spec = decode(configure.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
         set_threads(configure.threads)
-        try:
-            device = choose_device(configure.device)
-        except ValueError as error:
-            raise OperatorError(f"device {configure.device!r}: {error}; use auto or cpu.", 6) from None
+        device = choose_device(configure.device)
         self.loop = InnerLoop(spec, device=device, micro_batch=configure.micro_batch)
         if configure.moments:
             self.loop.load_moments(*read_moments(Path(configure.moments), spec.model.params))
@@ -151,7 +149,9 @@ class Worker:
                 self._waiting = False
             case frames.Evaluate():
                 if len(self._asked) == limits.evaluations_waiting_max:
-                    Path(self._asked.popleft().params).unlink(missing_ok=True)
+                    dropped = self._asked.popleft()
+                    Path(dropped.params).unlink(missing_ok=True)
+                    self._emit(frames.NotEvaluated(dropped.version, "newer versions came before its turn."))
                 self._asked.append(command)
             case frames.Pause():
                 self._paused, self._stepped_at = True, None
@@ -319,6 +319,8 @@ def main() -> None:
         from p2pdiloco_node.training import inner_loop  # noqa: F401  # the seconds are told to the daemon
 
         emit(frames.Ready(time.monotonic() - began))
+        if len(sys.argv) > 2:
+            _check_device(sys.argv[2])
         first = inbox.get()
         if isinstance(first, frames.Stop):
             return
@@ -331,14 +333,24 @@ def main() -> None:
                 worker.obey(inbox.get())
             worker.turn()
     except ModuleNotFoundError as error:
-        emit(frames.Failed(f"{error.name} is not installed: pip install 'p2pdiloco[node]'."))
+        emit(frames.Failed(f"{error.name} is not installed: pip install 'p2pdiloco[node]'.", 3))
         raise SystemExit(3) from None
     except OSError as error:
         emit(frames.Failed(f"the trainer cannot use a file: {error}; check the disk and its free space."))
         raise SystemExit(6) from None
+    except DeviceMissing as error:
+        emit(frames.Failed(str(error), error.exit_code))
+        raise SystemExit(error.exit_code) from None
     except OperatorError as error:
         emit(frames.Failed(str(error)))
         raise SystemExit(error.exit_code) from None
+
+
+def _check_device(wanted: str) -> None:
+    """Before any data is fetched for it. Raises: DeviceMissing."""
+    from p2pdiloco_node.training.inner_loop import choose_device
+
+    choose_device(wanted)
 
 
 def _read_commands(inbox: queue.SimpleQueue[Command]) -> None:

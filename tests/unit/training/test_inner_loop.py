@@ -184,10 +184,11 @@ def test_evaluating_other_params_leaves_training_alone(tiny: TinyModelRun) -> No
 def test_a_device_that_is_not_there() -> None:
     import torch
 
+    from p2pdiloco_node.training.device import DeviceMissing
     from p2pdiloco_node.training.inner_loop import choose_device
 
     assert choose_device("cpu") == "cpu"
     if not torch.cuda.is_available():
         assert choose_device("auto") == "cpu"
-        with pytest.raises(ValueError, match="NVIDIA"):
+        with pytest.raises(DeviceMissing, match=r"--device cuda: .* NVIDIA GPU"):
             choose_device("cuda")

@@ -30,10 +30,14 @@ STAND_IN = """
 import os, sys, time
 from p2pdiloco_node.training import frames as f
 say = lambda event: f.write_event(sys.stdout.buffer, event)
+if "no device" in sys.argv:
+    say(f.Failed("--device cuda: no GPU", 6))
+    os._exit(6)
 say(f.Ready(0.5))
 while (command := f.read_command(sys.stdin.buffer)) is not None:
     say(f.Waiting(repr(command)))
     if isinstance(command, f.Configure):
+        say(f.Configured("cpu", 3))
         number, cursor, exchange = command.next_sequence, command.cursor, command.exchange
     if isinstance(command, f.Adopt):
         os.unlink(command.anchor)
@@ -57,6 +61,9 @@ while (command := f.read_command(sys.stdin.buffer)) is not None:
         if command.why == "fail":
             say(f.Failed("torch is not installed"))
             os._exit(3)
+        if command.why == "device gone":
+            say(f.Failed("--device cuda: no GPU", 6))
+            os._exit(6)
         if command.why == "half a frame":
             sys.stdout.buffer.write(b"\\0\\0\\1\\0half")
             sys.stdout.buffer.flush()
@@ -233,6 +240,25 @@ async def test_three_crashes_and_the_brake_holds(tmp_path: Path) -> None:
         await desk.supervisor.adopt(3, 10, 7000, desk.view)
         desk.supervisor.pause()
         desk.supervisor.save_checkpoint()
+
+
+async def test_a_setting_that_was_wrong_from_the_start_ends_the_daemon_at_once(tmp_path: Path) -> None:
+    """It was started again for ever; nothing waits for the data either."""
+    desk = Desk(tmp_path, "no device")
+    with pytest.raises(OperatorError, match="--device cuda: no GPU") as caught:
+        await asyncio.wait_for(desk.supervisor.run(), 20)
+    assert caught.value.exit_code == 6
+    assert desk.supervisor.pid is None
+    assert not desk.pauses
+
+
+async def test_a_device_that_is_lost_later_is_tried_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as desk:
+        desk.state.set()
+        await desk.until(lambda: bool(desk.heard("Adopt")))
+        desk.supervisor.allow(1, 0, "device gone")
+        await desk.until(lambda: bool(desk.all(TrainerDown)))
+        assert desk.all(TrainerDown) == [TrainerDown("--device cuda: no GPU", 1.0, False)]
 
 
 async def bad_values(desk: Desk, n: int) -> None:

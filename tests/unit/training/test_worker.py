@@ -321,6 +321,7 @@ def test_evaluation_is_done_while_paused_or_waiting_and_the_oldest_gives_way(ben
     while not bench.worker.idle:
         bench.turn()
     assert [e.version for e in bench.all(frames.Evaluated)] == [2, 3, 4, 5]
+    assert [e.version for e in bench.all(frames.NotEvaluated)] == [0, 1], "whoever waits for them is told"
     assert not any(p.exists() for p in paths)
     assert len(bench.rates) == 1
 
