@@ -7,6 +7,7 @@ docs/exit-codes.md; 70 is a fault of this program, with a traceback.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -25,6 +26,7 @@ from p2pdiloco_node.config import USAGE, Loaded, NodeConfig, TrackerConfig, load
 LEFT_OUT = {"tracker": "--run", "node": "--join"}
 OURS = 70  # exit code of an AssertionError or any other fault of this program
 INTERRUPTED = 130
+MISSPELT = re.compile(r"Did you mean (?P<flag>\S+) instead of (?P<word>[^\s?]+)")
 
 app = App(
     name="p2pdiloco",
@@ -371,7 +373,7 @@ def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
     if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
         word = error.token.keyword or str(error.token.value)
         flags = [n for a in (error.argument_collection or ()) for n in a.names if n.startswith("--")]
-        return f"there is no flag {word}{nearest(word, flags)} (see p2pdiloco {_words(arguments)} --help)"
+        return f"there is no flag {word}{nearest(word, flags)} (see {_help(arguments)})"
     if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
         word = error.unused_tokens[0]
         command = " ".join(error.command_chain or ())
@@ -379,7 +381,15 @@ def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
         meant = f"; did you mean {flag} {shlex.quote(word)}?" if flag else ""
         return f"{word!r} stands alone, without a flag before it{meant} (see p2pdiloco {command} --help)"
     text = " ".join(str(error).split())
+    # A slip in the name of a flag that is needed: cyclopts speaks of the flag that is missing.
+    if isinstance(error, cyclopts.MissingArgumentError) and (slip := MISSPELT.search(text)):
+        word = slip["word"].rstrip(".").split("=")[0]
+        return f"there is no flag {word}; did you mean {slip['flag']!r}? (see {_help(arguments)})"
     return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
+
+
+def _help(arguments: Sequence[str]) -> str:
+    return f"p2pdiloco {_words(arguments)} --help"
 
 
 def _words(arguments: Sequence[str]) -> str:

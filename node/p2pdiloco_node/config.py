@@ -25,6 +25,10 @@ from p2pdiloco.ids import RunId
 PREFIX = "P2PDILOCO_"
 RESERVED = ("CONFIG",)  # P2PDILOCO_CONFIG names the file itself
 USAGE, SETTINGS = 2, 3  # exit codes (docs/exit-codes.md)
+WORDS_ALLOWED = {  # for people, instead of the patterns below
+    "device": "give auto, cpu, cuda or cuda:N (N counts this machine's GPUs from 0)",
+    "log_level": "give debug, info, warning or error",
+}
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,7 +103,7 @@ def load(
     origins = dict.fromkeys(fields, "default")
     for key, value in _file_values(file).items():
         if key not in fields:
-            raise OperatorError(f"{file}: unknown key {key!r}{nearest(key, fields)}.", SETTINGS)
+            raise OperatorError(f"{file}: unknown key {key!r}{nearest(key, fields) or '.'}", SETTINGS)
         raw[key], origins[key] = value, str(file)
     known = _all_fields()
     for variable in sorted(v for v in environment if v.startswith(PREFIX)):
@@ -108,7 +112,7 @@ def load(
             continue
         if key not in known:
             close = nearest(variable, [PREFIX + f.upper() for f in sorted(known)])
-            raise OperatorError(f"Unknown environment variable {variable}{close}.", SETTINGS)
+            raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", SETTINGS)
         if key in fields:
             raw[key], origins[key] = _split(kind, key, environment[variable]), variable
     for key, flag_value in flags.items():
@@ -233,7 +237,7 @@ def _convert(kind: type[C], raw: dict[str, object], origins: Mapping[str, str]) 
         try:
             msgspec.convert({key: value}, kind, strict=False)
         except msgspec.ValidationError as error:
-            what = str(error).split(" - at ")[0]
+            what = WORDS_ALLOWED.get(key) or f"{str(error).split(' - at ')[0]}"
             raise OperatorError(
                 f"{origins[key]}: {key} = {value!r} is not possible: {what}.", SETTINGS
             ) from None

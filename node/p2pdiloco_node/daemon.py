@@ -29,8 +29,9 @@ from p2pdiloco_node.announcer import Announcer
 from p2pdiloco_node.config import HostPort, JoinLink, NodeConfig, parse_address, parse_join, parse_peers
 from p2pdiloco_node.contact import NETWORK, Refused, fetch_peers
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
-from p2pdiloco_node.joining import find_run
+from p2pdiloco_node.joining import check_named, find_run
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
+from p2pdiloco_node.narrator import Narrator
 from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.storage.data_dir import DataDir
@@ -48,7 +49,8 @@ CATCH_UP_POLL_S = 0.2
 TRAINER_NICE = 5  # on a busy machine heartbeats and acks go before inner steps
 REPORT_S = 1.0  # between two reports to the page in a local run; else as often as announces
 EVALUATION_S_MAX = 60.0  # a last evaluation may take so long after the run is over
-EVALUATION_SAID_TIMES = 5  # a report may come before its version is certified at the tracker
+# A report may come before its version is certified at the tracker.
+EVALUATION_SAID_TIMES, EVALUATION_SAID_EVERY_S = 5, 1.5
 
 
 def run_node(config: NodeConfig) -> int:
@@ -75,6 +77,7 @@ class Daemon:
         self._listen = parse_address(config.listen, "--listen") if config.listen else None
         self._advertise = [parse_address(a, "--advertise") for a in config.advertise]
         self._root = Path(config.data_dir).expanduser()
+        check_named(self._root, self._join, self._peers)
         self._stack = AsyncExitStack()
         self._saying: set[asyncio.Task[None]] = set()
 
@@ -188,6 +191,17 @@ class Daemon:
 
     async def run(self) -> int:
         """Until the run is over or somebody asks to leave. The exit code. Raises: what ended it."""
+        async with asyncio.TaskGroup() as group:
+            me, brain = self.participant.me, self.participant.brain_view
+            narrator = Narrator(self.telemetry, brain, me, self._witness)
+            told = group.create_task(narrator.run())
+            try:
+                return await self._live()
+            finally:
+                told.cancel()
+
+    async def _live(self) -> int:
+        self.telemetry.why = "asking for the addresses of other nodes"
         await self._meet()
         participant = self.participant
         if not await self._while_staying(participant.fetch_genesis()):
@@ -298,6 +312,7 @@ class Daemon:
             on_event=self.desk.trainer_said,
             threads=self.config.threads,
             nice=TRAINER_NICE,
+            device=self.config.device,
         )
         self.desk.attach(self._supervisor)
 
@@ -313,10 +328,10 @@ class Daemon:
     async def _prepare_data(self) -> None:
         """The run's data, then wait until this node has what the swarm has; then the trainer may begin."""
         data = self._spec.data
-        self.telemetry.why = "fetching the run's data"
         shards = [*data.shards, data.evaluation]
         await self.participant.fetch_all(shards, Purpose.SHARD)
         here = await asyncio.to_thread(self._open_tokens, shards)
+        log.info("The run's data is here: %d of %d shards.", len(shards), len(shards))
         self.telemetry.state, self.telemetry.why = "syncing", "catching up with the swarm"
         while not self.participant.caught_up():  # noqa: ASYNC110 - rare, and time is part of it
             await asyncio.sleep(CATCH_UP_POLL_S)
@@ -356,9 +371,10 @@ class Daemon:
         task.add_done_callback(self._saying.discard)
 
     async def _say_evaluation(self, report: EvalReport) -> None:
-        for _ in range(EVALUATION_SAID_TIMES):
+        for n in range(EVALUATION_SAID_TIMES):
+            if n:
+                await asyncio.sleep(EVALUATION_SAID_EVERY_S)
             await self.participant.client.send(self._witness, report)
-            await asyncio.sleep(2 * self._spec.committee.heartbeat_s)
 
     # Leaving.
 
@@ -379,14 +395,27 @@ class Daemon:
         """The run is over: stay for those who still follow, then leave; the model stays on disk."""
         await self.desk.over.wait()
         version = self.participant.brain_view().version
-        log.info("The run is over at version %d; the model stays in %s.", version, self._folder)
+        log.info("The model of version %d stays in %s.", version, self._folder)
         if self.config.stay:
+            log.info("This node goes on serving it (--stay), until you end it.")
             return
+        if not self.telemetry.trained and not self.participant.entries:
+            log.info("It was over before this node came: there is nothing left to train.")
+            await self._leave("the run is over")
+            return
+        until = asyncio.get_running_loop().time() + limits.run_over_linger_s
+        log.info(
+            "This node stays %.0f more seconds for others to fetch the last entries, and leaves then%s.",
+            limits.run_over_linger_s,
+            f"; it evaluates the last version first, for at most {EVALUATION_S_MAX:.0f} s"
+            if self.desk.evaluating
+            else "",
+        )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EVALUATION_S_MAX):
                 while self.desk.evaluating or self._saying:  # noqa: ASYNC110 - rare, and two conditions
                     await asyncio.sleep(CATCH_UP_POLL_S)
-        await asyncio.sleep(limits.run_over_linger_s)
+        await asyncio.sleep(until - asyncio.get_running_loop().time())
         await self._leave("the run is over")
 
 

@@ -37,8 +37,13 @@ from p2pdiloco_node.verify import read_log
 
 MODEL = "llama:1m"
 PASS_S_MIN, PASS_S_WANTED, PASS_S_MAX = 3.0, 4.0, 6.0
+STEPS_MIN = 6  # inner steps of a pass; with fewer, most deltas come late and traffic looks bad
 OUTER_STEPS, OUTER_STEPS_CHAOS = 24, 48
 # Half a minute of install check, imports and start; then a version takes at most a pass and its grace.
+NEXT_STEP = (
+    "Next: start the pieces yourself, on one machine or several: run new, tracker, node "
+    "(README.md, The pieces by hand; or p2pdiloco --help)."
+)
 RUN_S_MAX = 1800.0
 STEPS_MAX = 100_000  # outer, and inner of a pass
 SEED_MAX = 2**62
@@ -141,6 +146,7 @@ async def _demo(options: Options, folder: Path, owner: Path) -> int:
         print(line)
     if options.keep is not None:
         print(f"Kept in {options.keep}; check it with: p2pdiloco verify {options.keep}")
+    print(NEXT_STEP)
     if options.json is not None:
         try:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
@@ -154,14 +160,19 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
     versions = options.outer_steps or (OUTER_STEPS_CHAOS if options.chaos else OUTER_STEPS)
 
     async def tune(draft: Draft) -> RunSpec:
-        view.say(f"Timing an inner step with {options.nodes} trainers at once ...")
+        view.say(f"Starting {options.nodes} trainers to time an inner step with all of them at work ...")
         step_s = await time_inner_steps(
-            draft.spec, draft.params, draft.shards, trainers=options.nodes, nice=TRAINER_NICE
-        )
-        steps = options.inner_steps or max(1, round(PASS_S_WANTED / step_s))
+            draft.spec, draft.params, draft.shards, trainers=options.nodes, nice=TRAINER_NICE,
+            on_ready=lambda n: view.say(
+                f"trainer {n} of {options.nodes} is ready" + (", timing ..." if n == options.nodes else "")
+            ),
+        )  # fmt: skip
+        steps = steps_of_a_pass(step_s, options.inner_steps)
         pass_s = max(steps * step_s, 0.1)
         view.say(f"An inner step takes {step_s:.3f} s: H = {steps} inner steps, a pass is {pass_s:.1f} s.")
-        if not PASS_S_MIN <= pass_s <= PASS_S_MAX:
+        if not options.inner_steps and pass_s > PASS_S_MAX:
+            view.say(f"This machine is busy: a pass takes {pass_s:.0f} s, and the demo as much longer.")
+        elif not PASS_S_MIN <= pass_s <= PASS_S_MAX:
             view.say(f"A pass outside {PASS_S_MIN:.0f} to {PASS_S_MAX:.0f} s is as --inner-steps asked.")
         tokens = versions * options.nodes * steps * draft.spec.tokens_per_inner_step
         inner = msgspec.structs.replace(draft.spec.inner, inner_steps=steps, pass_s=pass_s)
@@ -176,6 +187,11 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
     )  # fmt: skip
     _, spec = open_run_spec((out / SPEC_FILE).read_bytes(), verify_ed25519, expected=run)
     return run, spec
+
+
+def steps_of_a_pass(step_s: float, asked: int | None) -> int:
+    """H: as asked for, or what takes about `PASS_S_WANTED`, but never so few that most deltas come late."""
+    return asked or max(STEPS_MIN, round(PASS_S_WANTED / step_s))
 
 
 def _daemons(options: Options, folder: Path, run: RunId) -> tuple[Daemon, list[Daemon]]:

@@ -186,8 +186,13 @@ class TrainerDesk:
                 supervisor.allow(allowed, known_sequence, why)
             case _Evaluate(version, _, params):
                 await supervisor.evaluate(version, await params)
-            case _RunEnded():
+            case _RunEnded(last):
                 supervisor.pause()
+                # Of older versions, or where no trainer has begun, nobody waits for the figure any more.
+                for version in list(self._roots):
+                    if version != last or not self._may_train.is_set():
+                        del self._roots[version]
+                self._telemetry.evaluating = bool(self._roots)
                 self.over.set()
 
     async def _adopt(self, order: _Adopt, supervisor: Supervisor) -> None:
@@ -232,7 +237,7 @@ class TrainerDesk:
         telemetry = self._telemetry
         match told:
             case frames.Configured(device):
-                telemetry.device = device
+                telemetry.begins(device)
             case frames.Stepped(step, _, loss, tokens_per_s, gap_s, version):
                 telemetry.stepped(step, loss, tokens_per_s, gap_s, version)
             case frames.PassDone():

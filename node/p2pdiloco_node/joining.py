@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
@@ -41,15 +42,13 @@ async def find_run(
 ) -> Found:
     """From disk where this node has been in it before, else from the tracker or the peers named.
 
-    Raises: OperatorError: nothing is named, nobody answers, another run or version, no room on the disk.
+    Raises: OperatorError: nobody answers, another run or version, no room on the disk.
     """
-    kept = _kept_link(data)
+    kept = _kept_link(data.root)
     link = join or kept
     wanted = (join.run if join else None) or (kept.run if kept else None)
     if kept is not None and kept.run is not None and wanted != kept.run:
         log.info("This data folder was in run %s before.", kept.run.hex()[:16])
-    if link is None and not peers:
-        parse_join("")  # raises the sentence that says what to give
     here = _kept_run(data, wanted) if wanted is not None else None
     if wanted is None or here is None:
         run, spec, signed = await _ask(session, link, peers, wanted)
@@ -64,9 +63,15 @@ async def find_run(
     return Found(run, spec, signed, link)
 
 
-def _kept_link(data: DataDir) -> JoinLink | None:
+def check_named(root: Path, join: JoinLink | None, peers: Sequence[HostPort]) -> None:
+    """Before anything is written to `root`. Raises: OperatorError (usage): nobody is named."""
+    if join is None and not peers and _kept_link(root) is None:
+        parse_join("")  # raises the sentence that says what to give
+
+
+def _kept_link(root: Path) -> JoinLink | None:
     try:
-        return parse_join((data.root / LINK_FILE).read_text())
+        return parse_join((root / LINK_FILE).read_text())
     except (OSError, UnicodeDecodeError, OperatorError):
         return None
 

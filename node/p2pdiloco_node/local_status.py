@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import urllib.error
 import urllib.request
 from contextlib import suppress
@@ -17,14 +18,13 @@ from typing import Any
 
 import msgspec
 import platformdirs
-from rich.console import Console
-from rich.table import Table
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
-from p2pdiloco_node.telemetry import NodeStatus
+from p2pdiloco_node.telemetry import NodeStatus, state_words
 
 ANSWER_S = 3.0
+COLUMNS = 80
 UNREACHED = 4  # exit code: network
 
 
@@ -55,28 +55,28 @@ def print_status(url: str | None, *, as_json: bool) -> int:
     if as_json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(statuses)) + b"\n")
         return 0
-    table = Table(box=None, pad_edge=False)
-    for column in (
-        "daemon",
-        "run",
-        "state",
-        "version",
-        "inner step",
-        "loss",
-        "tokens/s",
-        "last delta",
-        "tracker",
-    ):
-        table.add_column(column)
-    for s in statuses:
-        table.add_row(
-            s.name, s.run_name, s.state.word + (f": {s.state.why}" if s.state.why else ""), str(s.version),
-            f"{s.inner_step} of {s.inner_steps}" if s.role == "node" else "–",
-            "–" if s.loss is None else f"{s.loss:.3f}",
-            "–" if s.tokens_per_s is None else f"{s.tokens_per_s:,.0f}", s.last_outcome or "–", s.tracker,
-        )  # fmt: skip
-    Console().print(table)
+    for number, status in enumerate(statuses):
+        print("\n".join(["", *in_words(status)] if number else in_words(status)))
     return 0
+
+
+def in_words(s: NodeStatus) -> list[str]:
+    """A few lines of at most 80 columns."""
+    lines = [f"{s.name} ({s.role}), run {s.run_name}, version {s.version:,}"]
+    if s.state.word != s.role:  # a witness is always one
+        lines.append(state_words(s.state.word, s.state.why))
+    if s.role == "node" and not s.over:
+        step = [f"inner step {s.inner_step} of {s.inner_steps}"]
+        step += [f"loss {s.loss:.3f}"] if s.loss is not None else []
+        step += [f"{s.tokens_per_s:,.0f} tokens/s"] if s.tokens_per_s is not None else []
+        lines.append(", ".join(step))
+    lines += [f"last delta {s.last_outcome}"] if s.last_outcome else []
+    lines += [f"tracker {s.tracker}"] if s.role == "node" else []
+    first, *rest = lines
+    return [
+        *textwrap.wrap(first, COLUMNS, subsequent_indent="  "),
+        *textwrap.wrap("; ".join(rest), COLUMNS, initial_indent="  ", subsequent_indent="  "),
+    ]
 
 
 def _noted() -> list[str]:
@@ -108,5 +108,15 @@ def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
 
 
 def _why(error: Any) -> str:
-    reason = getattr(error, "reason", error)
-    return str(reason)[:200]
+    """A word or two for people, without the system's numbers."""
+    match getattr(error, "reason", error):
+        case ConnectionRefusedError():
+            return "refused: nothing listens there"
+        case TimeoutError():
+            return f"no answer within {ANSWER_S:.0f} s"
+        case msgspec.MsgspecError():
+            return "it answers something else"
+        case OSError(strerror=str(words)):
+            return words
+        case other:
+            return str(other)[:200]

@@ -200,8 +200,11 @@ class Participant:
     async def fetch_all(self, wanted: Sequence[BlobRef], purpose: Purpose) -> None:
         """Every blob, from whoever has it; tried again until it is here. Raises: OperatorError (disk)."""
         slots = asyncio.Semaphore(limits.fetches_per_node_max)
+        what = "data shards" if purpose is Purpose.SHARD else "pieces of version 0"
+        here = 0
 
         async def one(ref: BlobRef) -> None:
+            nonlocal here
             digest = Digest(ref.digest)
             said = False
             while not self.blobs.has(digest):
@@ -214,6 +217,8 @@ class Participant:
                         self.telemetry.say("fetch", f"Waiting for the run's data: {error}")
                     said = True
                     await asyncio.sleep(RETRY_S)
+            here += 1
+            self.telemetry.fetching(what, here, len(wanted))
 
         async with asyncio.TaskGroup() as group:
             for ref in wanted:

@@ -24,12 +24,11 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError, PeerError
-from p2pdiloco.ids import Digest, RunId, digest_of
+from p2pdiloco.ids import Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
     MATH_VERSION,
     CommitteeSpec,
-    DataSpec,
     Genesis,
     ModelSpec,
     OuterSpec,
@@ -44,7 +43,7 @@ from p2pdiloco_node.ports import Array
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training.arrays import read_array
-from p2pdiloco_node.training.corpus import Progress, find_files, read_corpus, write_shards
+from p2pdiloco_node.training.corpus import Corpus, Progress, find_files, read_corpus, write_shards
 from p2pdiloco_node.training.presets import inner_spec, model_spec, warmup_tokens
 from p2pdiloco_node.training.supervisor import trainer_environment
 from p2pdiloco_node.training.token_files import open_token_files
@@ -105,7 +104,11 @@ async def create_run(
     if not 0 <= target_version <= VERSIONS_MAX:
         raise OperatorError(f"--outer-steps is 0 to {VERSIONS_MAX}.", exit_code=2)
     inner_loop = _replaced(inner_spec(model, target_tokens), inner or {}, "inner")
+    outer_step = _replaced(OuterSpec(), outer or {}, "outer")
+    seats = _replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
     _check_folder(out)
+    corpus = await asyncio.to_thread(_read_corpus, data, model, progress)
+    # Nothing is written before this line: a call that is refused leaves no folder and no key behind.
     make_folder(files, out / BLOBS)
     witness = load_or_make_key(out / WITNESS_KEY, files)
     owner = load_or_make_key(owner_key or owner_key_path(), files)
@@ -113,7 +116,7 @@ async def create_run(
     def put(digest: Digest, blob: bytes | memoryview) -> None:
         replace_file(files, out / BLOBS / digest.hex(), blob)
 
-    shards = await asyncio.to_thread(_write_data, data, model, put, progress)
+    shards = await asyncio.to_thread(write_shards, corpus, put, progress)
     progress("making version 0", 0.0)
     spec_model, params = await make_version_0(model, secrets.randbits(62) if seed is None else seed)
     step_tokens = spec_model.seq_len * inner_loop.sequences_per_step
@@ -125,10 +128,8 @@ async def create_run(
         model=spec_model,
         data=shards,
         inner=inner_loop,
-        outer=_replaced(OuterSpec(), outer or {}, "outer"),
-        committee=_replaced(
-            CommitteeSpec(genesis=Committee(witness.peer_id, ())), committee or {}, "committee"
-        ),
+        outer=outer_step,
+        committee=msgspec.structs.replace(seats, genesis=Committee(witness.peer_id, ())),
         genesis=await asyncio.to_thread(_write_genesis, params, put),
         admission=admission,
         # Open runs: a newcomer is trusted after sixteen full passes; everybody is for the first sixty-four.
@@ -157,9 +158,9 @@ async def create_run(
                 spec, inner=msgspec.structs.replace(spec.inner, warmup_tokens=warmup)
             )
         _check(spec)
+    progress("signing the run", 1.0)
     signed = sign_run_spec(spec, owner)
     await asyncio.to_thread(replace_file, files, out / SPEC_FILE, signed)
-    progress("done", 1.0)
     return run_id_of(encode(spec))
 
 
@@ -194,12 +195,8 @@ async def make_version_0(model: str, seed: int) -> tuple[ModelSpec, Array]:
         return spec, await asyncio.to_thread(read_array, path, spec.params)
 
 
-def _write_data(
-    data: Sequence[str] | None,
-    model: str,
-    put: Callable[[Digest, bytes], None],
-    progress: Progress,
-) -> DataSpec:
+def _read_corpus(data: Sequence[str] | None, model: str, progress: Progress) -> Corpus:
+    """Raises: OperatorError: it cannot be used, or is too small for the model."""
     corpus = read_corpus(find_files(data), progress)
     needed = model_spec(model, ()).seq_len + 1
     if min(corpus.training_tokens, corpus.held_out_tokens) < needed:
@@ -208,7 +205,7 @@ def _write_data(
             f"the corpus is too small ({size} bytes): {model} needs {needed} bytes to train on and "
             f"{needed} held out; name more files with --data."
         )
-    return write_shards(corpus, put, progress)
+    return corpus
 
 
 def _write_genesis(params: Array, put: Callable[[Digest, memoryview], None]) -> Genesis:

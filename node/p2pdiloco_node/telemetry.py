@@ -11,9 +11,12 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from p2pdiloco.ids import Digest, PeerId, RunId, short
 from p2pdiloco.protocol.actions import InstallEntry
+from p2pdiloco.status.curve import LATE_ROUNDS
+from p2pdiloco.status.names import clean_text
 from p2pdiloco.status.read_model import NodeView, View, Word
 from p2pdiloco.wire.messages import DeltaReceipt, NodeReport, Outcome
 from p2pdiloco_node import __version__
@@ -23,6 +26,7 @@ FORMAT = 1
 GAP_NOTED_S = 0.5  # shorter pauses between inner steps are noise of the machine
 GAPS_KEPT = 256
 EVENTS_KEPT = 64
+ON_THE_WAY = {Outcome.NOTED: "announced", Outcome.HELD: "held"}  # what is decided is written large
 TONES = {"training": "good", "joining": "busy", "syncing": "busy", "waiting": "warn", "paused": "quiet",
          "leaving": "quiet", "over": "good", "witness": "good"}  # fmt: skip
 
@@ -71,6 +75,23 @@ class NodeStatus(NodeView, frozen=True, kw_only=True):
     bytes_setup: int  # of bytes_down: the run's data and version 0, fetched once
     evaluating: bool
     said: tuple[Said, ...]
+
+
+class Now(NamedTuple):
+    """What the trainer does, for the line at the terminal; as in NodeView."""
+
+    state: str
+    why: str
+    step: int
+    inner_steps: int
+    loss: float | None
+    tokens_per_s: float | None
+    last_outcome: str
+
+
+def state_words(word: str, why: str) -> str:
+    """A state and its reason; a reason that begins with the state stands alone."""
+    return why if why.startswith(word) else f"{word}: {why}" if why else word
 
 
 class BrainView(View, frozen=True):
@@ -150,7 +171,11 @@ class Telemetry:
                 if contribution.peer == self._peer:
                     self._own_listed += 1
                     self._staleness = contribution.staleness
-                    self._last_outcome = f"listed in version {step.version}"
+                    late = contribution.staleness >= LATE_ROUNDS
+                    self._outcome(f"STALE by {contribution.staleness:.1f} rounds" if late else "ACCEPTED")
+            for refusal in step.refused:
+                if refusal.peer == self._peer:
+                    self._outcome(clean_text(refusal.reason, 32))
             log.info(
                 "version %d: %d deltas, %d refused, %d tokens", step.version, len(step.contributions),
                 len(step.refused), step.clock,
@@ -165,7 +190,9 @@ class Telemetry:
             self.on_said(kind, text)
 
     def run_ended(self, version: int) -> None:
-        self.over = True
+        self.over, self.why = True, ""
+        if self._last_outcome in ON_THE_WAY.values():
+            self._last_outcome = ""  # nothing more comes of it
         self.say("finished", f"The run is over at version {version}.")
         if self.on_over is not None:
             self.on_over(version)
@@ -179,7 +206,7 @@ class Telemetry:
         """A voter's word on an own delta. What only asks to wait is not a refusal."""
         waits = (Outcome.NOTED, Outcome.HELD, Outcome.ACCEPTED, Outcome.STALE, Outcome.TOO_EARLY,
                  Outcome.DUPLICATE, Outcome.RATE_LIMITED, Outcome.OUTLIER)  # fmt: skip
-        self._last_outcome = receipt.outcome.lower().replace("_", " ")
+        self._outcome(ON_THE_WAY.get(receipt.outcome, str(receipt.outcome)))
         if receipt.outcome not in waits:
             self._refused[Digest(receipt.delta)] = receipt.outcome
 
@@ -215,8 +242,19 @@ class Telemetry:
     def pass_sent(self) -> None:
         self._sent += 1
 
+    def fetching(self, what: str, done: int, total: int) -> None:
+        """Before training: so many of the blobs wanted are here."""
+        self.why = f"fetching {what}: {done} of {total}"
+
+    def begins(self, device: str) -> None:
+        """The trainer has its model and its data."""
+        self.device = device
+        if self.state in ("joining", "syncing"):
+            self.state, self.why = "syncing", f"the trainer begins ({device})"
+
     def waiting(self, why: str) -> None:
-        self.state, self.why = "waiting", why
+        if not self.over:
+            self.state, self.why = "waiting", why
 
     def trainer_down(self, why: str, retry_s: float, *, braked: bool) -> None:
         self.state = "paused" if braked else "joining"
@@ -224,7 +262,18 @@ class Telemetry:
         self.say("trainer", f"The trainer ended ({why}); it is started again in {retry_s:.0f} s.")
         self._step = 0
 
+    @property
+    def trained(self) -> bool:
+        """Whether this life took an inner step."""
+        return self._steps_done > 0
+
     # Answers.
+
+    def now(self) -> Now:
+        state = "over" if self.over else self.state
+        return Now(
+            state, self.why, self._step, self._inner_steps, self._loss, self._tokens_per_s, self._last_outcome
+        )
 
     def status(
         self, brain: BrainView, *, bytes_up: int, bytes_down: int, bytes_setup: int, lag_s_max: float
@@ -263,6 +312,11 @@ class Telemetry:
             last_outcome=self._last_outcome[:32], bytes_up=bytes_up, bytes_down=bytes_down,
             longest_inner_gap_s=self._gap_s or 0.0, build=__version__[:32],
         )  # fmt: skip
+
+    def _outcome(self, words: str) -> None:
+        """What became of the newest own delta that anything is known of; in the page's words."""
+        if not (self.over and words in ON_THE_WAY.values()):
+            self._last_outcome = words
 
     def _seat(self, peer: PeerId, *, witness: bool) -> Seat:
         if peer == self._peer:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,11 +36,13 @@ async def time_inner_steps(
     seconds: float = 4.0,
     threads: int = 1,
     nice: int = 0,
+    on_ready: Callable[[int], None] = lambda _trainers: None,
 ) -> float:
     """Seconds of an inner step: the mean of each trainer's, while all of them train; the median of these.
 
     `spec`: a draft will do (genesis and signature do not matter); `params`: (params,) version 0; `shards`:
-    paths in the order of the spec. Timing begins when the last trainer has taken its first steps.
+    paths in the order of the spec. `on_ready` hears how many trainers have taken their first
+    steps. Timing begins when the last trainer has.
 
     Raises: OperatorError: a trainer does not start here (torch missing, no memory) or takes too long.
     """
@@ -47,7 +50,12 @@ async def time_inner_steps(
         spec, inner=msgspec.structs.replace(spec.inner, inner_steps=2**40, pass_s=86400.0)
     )
     begun = asyncio.Barrier(trainers)
+    ready = itertools.count(1)
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-timing-") as folder:
+
+        async def first_steps() -> None:
+            on_ready(next(ready))
+            await begun.wait()
 
         def one(number: int) -> asyncio.Task[float]:
             configure = frames.Configure(
@@ -63,7 +71,7 @@ async def time_inner_steps(
             anchor = Path(folder) / f"anchor-{number}.f32"
             write_array(anchor, params)
             adopt = frames.Adopt(0, 0, spec.target_tokens, str(anchor), sequence=0, reset=False)
-            return group.create_task(_time_one(configure, adopt, begun, seconds, nice))
+            return group.create_task(_time_one(configure, adopt, first_steps, seconds, nice))
 
         try:
             async with asyncio.timeout(START_S_MAX + 4 * seconds), asyncio.TaskGroup() as group:
@@ -80,8 +88,13 @@ async def time_inner_steps(
 
 
 async def _time_one(
-    configure: frames.Configure, adopt: frames.Adopt, begun: asyncio.Barrier, seconds: float, nice: int
+    configure: frames.Configure,
+    adopt: frames.Adopt,
+    first_steps: Callable[[], Awaitable[None]],
+    seconds: float,
+    nice: int,
 ) -> float:
+    """`first_steps` is called after the first ones, and returns once all trainers have taken theirs."""
     process = await asyncio.create_subprocess_exec(
         *WORKER,
         str(nice),
@@ -95,7 +108,7 @@ async def _time_one(
     try:
         process.stdin.write(frames.pack(configure) + frames.pack(adopt))
         await _next_report(process.stdout)
-        await begun.wait()
+        await first_steps()
         first = await _next_report(process.stdout)
         began = time.monotonic()
         while True:

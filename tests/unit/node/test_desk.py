@@ -229,6 +229,26 @@ async def test_missing_data_is_said_and_an_evaluation_that_failed_is_over(kit: K
     assert kit.evaluations == []
 
 
+async def test_when_the_run_is_over_only_its_last_version_is_still_evaluated(kit: Kit) -> None:
+    kit.desk.data_is_here((), Path())
+    kit.desk.evaluate(0, ROOT, soon(0))
+    kit.desk.evaluate(4, ROOT, soon(4))
+    kit.desk.run_ended(4)
+    await kit.carry_out()
+    assert kit.desk.evaluating
+    await kit.desk.trainer_said(frames.Evaluated(4, 2.0, 10))
+    assert not kit.desk.evaluating
+
+
+async def test_a_node_that_finds_the_run_over_before_it_has_the_data_evaluates_nothing(kit: Kit) -> None:
+    """It waited for a trainer to start and evaluate version 0."""
+    kit.desk.evaluate(0, ROOT, soon(0))
+    kit.desk.evaluate(4, ROOT, soon(4))
+    kit.desk.run_ended(4)
+    await kit.carry_out()
+    assert not kit.desk.evaluating
+
+
 async def test_a_trainer_that_ends_takes_its_evaluation_along_and_is_said(kit: Kit) -> None:
     kit.desk.evaluate(4, ROOT, soon(4))
     await kit.desk.trainer_said(TrainerDown("exit status 1", 2.0, braked=False))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from p2pdiloco.ids import Digest, PeerId, RunId
+from p2pdiloco.protocol.actions import InstallEntry
 from p2pdiloco.protocol.tracker import why_bad
 from p2pdiloco.status.read_model import to_json
+from p2pdiloco.wire.log import Contribution, OuterStep, Refused, Scalars
 from p2pdiloco.wire.messages import DeltaReceipt, Outcome
 from p2pdiloco_node.telemetry import BrainView, NodeStatus, Telemetry
 
@@ -65,7 +67,32 @@ def test_a_delta_that_several_voters_refuse_counts_once(telemetry: Telemetry) ->
         telemetry.receipt(DeltaReceipt(b"d" * 32, outcome, "", 0.0))
     telemetry.receipt(DeltaReceipt(b"e" * 32, Outcome.RUN_OVER, "", 0.0))
     assert status(telemetry).refused == {"BAD_SHAPE": 1, "RUN_OVER": 1}
-    assert status(telemetry).last_outcome == "run over"
+    assert status(telemetry).last_outcome == "RUN_OVER"
+
+
+def test_the_last_delta_is_in_the_page_s_words_and_nothing_is_held_when_the_run_is_over(
+    telemetry: Telemetry,
+) -> None:
+    def contribution(staleness: float) -> Contribution:
+        return Contribution(b"d" * 32, ME, 0, 1, 5, 100, 1.0, staleness, 1.0, 1.0, bytes(32), bytes(64))
+
+    def certified(*contributions: Contribution, refused: tuple[Refused, ...] = ()) -> str:
+        step = OuterStep(1, 0, contributions, refused, (), Scalars(1, 1, 1, 1, 1), 100, 100, bytes(32))
+        telemetry.installed(InstallEntry(1, 1, None, b"", step))
+        return status(telemetry).last_outcome
+
+    assert certified(contribution(0.4)) == "ACCEPTED"
+    assert certified(contribution(1.25)) == "STALE by 1.2 rounds"
+    too_late = Refused(b"d" * 32, ME, 0, 1, 5, "TOO_LATE", bytes(32), bytes(64))
+    assert certified(refused=(too_late,)) == "TOO_LATE"
+    for outcome, words in ((Outcome.NOTED, "announced"), (Outcome.HELD, "held")):
+        telemetry.receipt(DeltaReceipt(b"e" * 32, outcome, "", 0.0))
+        assert status(telemetry).last_outcome == words
+    telemetry.waiting("waiting for the swarm: 2 deltas are not settled yet")
+    telemetry.run_ended(1)
+    telemetry.receipt(DeltaReceipt(b"e" * 32, Outcome.HELD, "", 0.0))
+    telemetry.waiting("waiting for the swarm")
+    assert (status(telemetry).last_outcome, status(telemetry).state.why) == ("", "")
 
 
 def test_steps_gaps_and_a_loss_that_is_not_finite(telemetry: Telemetry, clock: Clock) -> None:

@@ -1,0 +1,51 @@
+"""Slips at the command line: one sentence, the documented exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.demo import STEPS_MIN, steps_of_a_pass
+
+
+def test_a_misspelt_flag_that_is_needed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "new", "--nme", "x", "--model", "llama:tiny", "--out", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "p2pdiloco: there is no flag --nme; did you mean '--name'? (see p2pdiloco run new --help)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "sentence"),
+    [
+        (["node", "--data-dir", "n"], 2, "No tracker is named"),
+        (["node", "--data-dir", "n", "--device", "gpu"], 3, "give auto, cpu, cuda or cuda:N"),
+        (
+            ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "small.txt", "--out", "n"],
+            3,
+            "the corpus is too small",
+        ),
+    ],
+)
+def test_a_command_that_is_refused_leaves_nothing_behind(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    Path("small.txt").write_text("small")
+    assert run_command(arguments) == code
+    assert sentence in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["small.txt"]
+
+
+def test_a_pass_of_the_demo_has_enough_inner_steps_however_busy_the_machine() -> None:
+    assert steps_of_a_pass(0.1, None) == 40
+    assert steps_of_a_pass(3.0, None) == STEPS_MIN
+    assert steps_of_a_pass(3.0, 2) == 2, "as asked for"

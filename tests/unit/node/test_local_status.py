@@ -1,0 +1,52 @@
+"""`p2pdiloco status` on a terminal of 80 columns, and why a daemon does not answer."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.ids import Digest, PeerId, RunId
+from p2pdiloco_node.local_status import in_words, print_status
+from p2pdiloco_node.telemetry import BrainView, NodeStatus, Telemetry
+
+ME = PeerId(b"m" * 32)
+
+
+def status(telemetry: Telemetry) -> NodeStatus:
+    brain = BrainView(
+        index=3, version=1_234_567, term=1, leads=False, aggregator=ME, members=((ME, False),), clock=0,
+        in_flight=0, peers=2, root=Digest(bytes(32)),
+    )  # fmt: skip
+    return telemetry.status(brain, bytes_up=0, bytes_down=0, bytes_setup=0, lag_s_max=0)
+
+
+def test_everything_fits_eighty_columns_and_is_said_once() -> None:
+    telemetry = Telemetry("n" * 32, ME, RunId(bytes(32)), "r" * 32, role="node", pid=1, inner_steps=100)
+    telemetry.stepped(99, 11.5, 123_456.0, 0.1, 2)
+    telemetry.waiting("waiting for the swarm: 2 deltas are not settled yet")
+    telemetry.tracker_failed("refused")
+    lines = in_words(status(telemetry))
+    assert max(map(len, lines)) <= 80
+    said = " ".join(" ".join(lines).split())
+    assert (
+        "version 1,234,567 waiting for the swarm: 2 deltas are not settled yet; inner step 99 of 100" in said
+    )
+    assert said.count("waiting") == 1
+    assert "tracker unreachable since 0 s" in said
+
+
+def test_a_witness_is_named_once() -> None:
+    telemetry = Telemetry("witness", ME, RunId(bytes(32)), "tiny", role="witness", pid=1, inner_steps=0)
+    assert in_words(status(telemetry)) == ["witness (witness), run tiny, version 1,234,567"]
+
+
+def test_a_daemon_that_is_not_there_is_refused_in_words() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(OperatorError, match="refused: nothing listens there") as caught:
+            print_status(url, as_json=False)
+    assert caught.value.exit_code == 4
+    assert "Errno" not in str(caught.value)
