@@ -270,21 +270,21 @@ class Telemetry:
     # Answers.
 
     def now(self) -> Now:
-        state = "over" if self.over else self.state
+        state, why = ("over", "") if self.over else (self.state, self.why)
         return Now(
-            state, self.why, self._step, self._inner_steps, self._loss, self._tokens_per_s, self._last_outcome
+            state, why, self._step, self._inner_steps, self._loss, self._tokens_per_s, self._last_outcome
         )
 
     def status(
         self, brain: BrainView, *, bytes_up: int, bytes_down: int, bytes_setup: int, lag_s_max: float
     ) -> NodeStatus:
-        state = "over" if self.over else self.state
+        state, why = ("over", "") if self.over else (self.state, self.why)
         silent_s = None if self._tracker_lost_at is None else self._clock() - self._tracker_lost_at
         lost = "refuses this node" if self._tracker_refuses else "unreachable"
         return NodeStatus(
             format=FORMAT, generated_unix=self._wall(), name=self.name, peer=self._peer.hex(),
             run_id=self._run.hex(), run_name=self._run_name,
-            state=Word(word=state, tone=TONES.get(state, "busy"), why=self.why),
+            state=Word(word=state, tone=TONES.get(state, "busy"), why=why),
             version=brain.version, index=brain.index, term=brain.term, aggregator=short(brain.aggregator),
             inner_step=self._step, inner_steps=self._inner_steps, loss=self._loss,
             tokens_per_s=self._tokens_per_s, in_flight=brain.in_flight, last_outcome=self._last_outcome,

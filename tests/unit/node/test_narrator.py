@@ -63,4 +63,5 @@ def test_the_end_of_the_run_is_said_once() -> None:
     kit = Kit()
     kit.telemetry.run_ended(2)
     assert kit.line(0) == "over; version 2"
+    kit.telemetry.why = "catching up with the swarm"
     assert kit.line(60) == ""
