@@ -368,7 +368,7 @@ class Node:
                 self._aggregation.heard_goodbye(sender, digest_of(event.sealed))
             case msg.PeerRecord():
                 if m.role == "node":
-                    self._trainee.met_another()
+                    self._trainee.met(sender)
                 self._ctx.emit(RememberPeer(sender, event.sealed))
             case msg.OwnerWordMessage():
                 if self._aggregation.refuses_word(m.word) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from p2pdiloco.ids import PeerId
 from p2pdiloco.protocol.actions import AdoptState, EvaluateState
 from p2pdiloco.protocol.applied import Applied
 from p2pdiloco.protocol.context import Context
@@ -33,7 +34,7 @@ class Trainee:
         self._adopted = -1  # newest version given to this life's trainer
         self._evaluated = -1
         self._stands_in = (-1, 0.0)  # (version, from when on) that this node evaluates if nobody did
-        self._met_another = False
+        self._met_lower = False
 
     @property
     def _trains(self) -> bool:
@@ -44,9 +45,9 @@ class Trainee:
             self._delivery.paused = self._applied.rules.paused
             self._delivery.allow()
 
-    def met_another(self) -> None:
+    def met(self, peer: PeerId) -> None:
         """Another training node is known."""
-        self._met_another = True
+        self._met_lower = self._met_lower or peer < self._ctx.me
 
     def jumped(self) -> None:
         """A snapshot replaced the state: what was in flight is judged by the clock like everything else."""
@@ -71,8 +72,10 @@ class Trainee:
         known = last_sequence(rules, self._ctx.me)
         self._ctx.emit(AdoptState(rules.version, rules.clock, rules.target_tokens, known, reset))
         self._delivery.allow()
-        if rules.version == 0 and not self._met_another:
-            self._evaluate()  # version 0 has no contributors to choose from: who comes first does it
+        if rules.version == 0 and not self._met_lower:
+            # Version 0 has no contributors to choose from: the lowest name does it, and whoever does not know
+            # of a lower one, so that somebody does; the page takes one report.
+            self._evaluate()
 
     def installed(self, content: Content) -> None:
         """Evaluation at the RunSpec's cadence and at the end, by the node that the version chooses."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.ids import NO_DIGEST
+from p2pdiloco.ids import NO_DIGEST, PeerId
 from p2pdiloco.protocol.actions import Action, AdoptState, AllowPasses, EvaluateState, SettleDelta
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.protocol.trainee import Trainee
@@ -137,12 +137,14 @@ def test_exactly_one_contributor_evaluates_at_the_cadence_and_they_take_turns() 
     assert evaluators(5, (A, B, C)) == []
 
 
-def test_version_0_is_evaluated_by_who_comes_first() -> None:
+def test_version_0_is_evaluated_by_the_lowest_name_and_by_somebody_always() -> None:
+    """Two that had met each other both left it to the other, and nobody knew the loss before training."""
     p, t = at(0, 0)
     assert take(adopt(p, t), EvaluateState) == [EvaluateState(0, 0, p.applied.root)]
-    p, t = at(0, 0)
-    t.met_another()
-    assert take(adopt(p, t), EvaluateState) == []
+    for other, evaluates in ((bytes(32), False), (b"\xff" * 32, True)):
+        p, t = at(0, 0)
+        t.met(PeerId(other))
+        assert bool(take(adopt(p, t), EvaluateState)) is evaluates
 
 
 def test_the_last_state_is_evaluated_once() -> None:
