@@ -85,7 +85,7 @@ def test_the_demo_with_faults(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("moment", [r"Timing an inner step", r"version 0 of \d+; node-1 (syncing|training)"])
+@pytest.mark.parametrize("moment", [r"to time an inner step", r"version \d+ of \d+; node-1 training"])
 def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, moment: str) -> None:
     process = demo("--outer-steps", "200", "--inner-steps", "8", folder=tmp_path)
     try:
