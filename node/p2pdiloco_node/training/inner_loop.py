@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2pdiloco.rules.schedule import moments_warmup
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.training.data import Tokens
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.models import build_model, tensor_layout, views
-from p2pdiloco_node.training.schedule import moments_warmup
 
 Floats = npt.NDArray[np.float32]
 

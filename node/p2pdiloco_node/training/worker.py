@@ -24,6 +24,8 @@ import msgspec
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId
+from p2pdiloco.rules.passes import Next, Pass, next_move
+from p2pdiloco.rules.schedule import learning_rate
 from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.wire.codec import decode
 from p2pdiloco_node.training import frames
@@ -33,8 +35,6 @@ from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.evaluation import Evaluation
 from p2pdiloco_node.training.frames import Command, Event
 from p2pdiloco_node.training.moments_file import read_moments, write_moments
-from p2pdiloco_node.training.passes import Next, Pass, next_move
-from p2pdiloco_node.training.schedule import learning_rate
 
 PR_SET_PDEATHSIG = 1
 

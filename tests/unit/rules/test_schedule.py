@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdiloco_node.training.passes import Next, Pass, next_move
+from p2pdiloco.rules.passes import Next, Pass, next_move
+from p2pdiloco.rules.schedule import learning_rate, moments_warmup
 from p2pdiloco_node.training.presets import PRESETS, inner_spec
-from p2pdiloco_node.training.schedule import learning_rate, moments_warmup
 
 INNER = msgspec.structs.replace(inner_spec("llama:1m", 10**6), lr=1.0, lr_min_share=0.1, warmup_tokens=1000)
 

@@ -1,0 +1,1 @@
+"""The algorithm lab: the product's rules, codecs and outer loop on a virtual clock, with any trainer."""

@@ -1,0 +1,54 @@
+"""What a lab run showed. Plain figures, for JSON, tables and plots."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One evaluation of the global state."""
+
+    tokens: int  # merged, on the token clock
+    hours: float  # virtual
+    version: int
+    loss: float  # held out, nats per token
+
+
+class NodeFigures(msgspec.Struct, frozen=True):
+    """One node's life."""
+
+    speed: float
+    steps: int  # inner steps taken
+    merged_steps: int  # of them, in deltas that were listed
+    bytes_up: int
+    bytes_down: int
+    waited_s: float  # alive, without taking a step
+    down_s: float
+    deltas: int
+    listed: int
+    too_late: int
+    passed_over: int
+    failures: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One arm with one seed."""
+
+    arm: str
+    seed: int
+    curve: tuple[Point, ...]  # the last one on `data.evaluation_tokens`; empty without a model
+    final_loss: float | None  # nats per token
+    train_loss: float | None  # mean of the last twentieth of inner steps
+    tokens: int
+    versions: int  # outer steps, of all fragments
+    hours: float  # virtual
+    goodput: float  # merged tokens over what all nodes would have made without a pause, a death or a wait
+    staleness_mean: float  # rounds, weighted by tokens
+    staleness_max: float
+    rho_mean: float
+    bytes_up: float  # mean of a node
+    bytes_down: float
+    data_parallel_bytes: float  # a node's ring all-reduce of bf16 gradients at each global step, same tokens
+    nodes: tuple[NodeFigures, ...]
+    expert_entropy: float | None  # mean over layers, of the experts' load, as a share of log(experts)
+    wall_s: float
