@@ -15,7 +15,7 @@ from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.proposals import Proposals
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.caps import capped_tokens
-from p2pdiloco.rules.closing import Arrival, ClosingView, Decision, after_closing, decide_closing
+from p2pdiloco.rules.closing import Arrival, ClosingView, Decision, Spreads, decide_closing
 from p2pdiloco.rules.full_round import latest_tokens
 from p2pdiloco.rules.outer_step import plan_outer_step, too_late
 from p2pdiloco.rules.state import is_trusted, targets_reached
@@ -50,9 +50,8 @@ class Aggregation:
         self._last_step_at = ctx.now
         self._progress_at = ctx.now
         self._stall_factor = 1.0
-        self._spreads: tuple[float, ...] = ()
+        self._spreads = Spreads()
         self._arrivals: list[Arrival] = []  # at the last look
-        self._previous: list[Arrival] = []  # listed by the last outer step
         self._watched_term = 0
         self._seen_term = 0
         self._left_out: dict[Digest, int] = {}  # outer steps of the watched term that passed a delta over
@@ -173,7 +172,7 @@ class Aggregation:
             self._arrivals.append(Arrival(p, capped[p], a.complete_at, is_trusted(state, spec, p)))
         trusted = frozenset(p for p in live if is_trusted(state, spec, p))
         view = ClosingView(
-            self._last_step_at, state.version == 0, self._arrivals, live, trusted, self._spreads
+            self._last_step_at, state.version == 0, self._arrivals, live, trusted, self._spreads.seconds
         )
         return decide_closing(view, spec, now=now)
 
@@ -223,18 +222,10 @@ class Aggregation:
         self._left_out = {d: self._left_out.get(d, 0) + 1 for d in waiting}
 
     def _learn_spread(self, step: OuterStep) -> None:
-        """How far apart the deltas of a round come, judged one step later,
-        when those that just missed it are here.
-
-        Without them the grace window could only shrink.
-        """
-        pass_s = self._ctx.spec.inner.pass_s
-        had = {a.peer for a in self._previous}
-        soon = self._last_step_at + pass_s / 2
-        late = [a.at for a in self._arrivals if a.peer not in had and a.at <= soon]
-        self._spreads = after_closing(self._spreads, self._previous, late, pass_s=pass_s)
-        listed = {c.peer for c in step.contributions}
-        self._previous = [a for a in self._arrivals if a.peer in listed]
+        listed = frozenset(PeerId(c.peer) for c in step.contributions)
+        self._spreads = self._spreads.learn(
+            self._arrivals, listed, last_step_at=self._last_step_at, pass_s=self._ctx.spec.inner.pass_s
+        )
         self._arrivals = []
 
     def refuses_word(self, word: OwnerWord) -> str | None:

@@ -7,7 +7,7 @@ Seconds here are of one monotonic clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -118,6 +118,24 @@ def after_closing(
     # The first one is the origin, not an observation.
     new = [s for s in apart[1:] if s <= pass_s]
     return (*spreads, *new)[-limits.spreads_kept_max :]
+
+
+class Spreads(NamedTuple):
+    """How far apart the deltas of a round come, learnt one outer step later, when those that just missed it
+    are here: without them the grace window could only shrink.
+    """
+
+    seconds: tuple[float, ...] = ()
+    previous: tuple[Arrival, ...] = ()  # listed by the last outer step
+
+    def learn(
+        self, arrivals: Sequence[Arrival], listed: Collection[PeerId], *, last_step_at: float, pass_s: float
+    ) -> Spreads:
+        """After an outer step that lists `listed` of `arrivals`; the one before it was at `last_step_at`."""
+        had = {a.peer for a in self.previous}
+        late = [a.at for a in arrivals if a.peer not in had and a.at <= last_step_at + pass_s / 2]
+        seconds = after_closing(self.seconds, self.previous, late, pass_s=pass_s)
+        return Spreads(seconds, tuple(a for a in arrivals if a.peer in listed))
 
 
 def _quorum(view: ClosingView) -> tuple[bool, str, float]:

@@ -5,7 +5,6 @@ Nothing here decides anything: faults and schedules do, by calling what the mach
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from p2pdiloco.sim.arithmetic import Arithmetic
 from p2pdiloco.sim.brain import MakeBrain
 from p2pdiloco.sim.chance import Chance
 from p2pdiloco.sim.checkers import Checkers, Violation
+from p2pdiloco.sim.clock import Clock
 from p2pdiloco.sim.disk import Disk, StateFiles
 from p2pdiloco.sim.keys import signer_named, verify_fast
 from p2pdiloco.sim.machine import Change, Machine
@@ -46,7 +46,7 @@ class World:
         target_version: int = 0,
         keep_trace: bool = False,
     ) -> None:
-        self.now = 0.0
+        self._clock = Clock()
         self.chance = Chance(rng)
         self.noise = rng
         self.make_brain = make_brain
@@ -69,8 +69,6 @@ class World:
         self.events = 0
         self.trace: deque[str] = deque(maxlen=None if keep_trace else _TRACE_LINES)
         self.keep_trace = keep_trace
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         self.witness = self.add("witness", role="witness")
 
     # Set-up
@@ -96,26 +94,25 @@ class World:
 
     # Time
 
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
     def at(self, delay_s: float, happen: Callable[[], None]) -> None:
         """`happen` after `delay_s` seconds of simulated time."""
-        self._count += 1
-        heapq.heappush(self._heap, (self.now + delay_s, self._count, happen))
+        self._clock.at(delay_s, happen)
 
     def run_until(self, time_s: float, until: Callable[[], bool] | None = None) -> bool:
         """Let time pass up to `time_s`, or until `until` holds. True if it held (or none was given).
 
         Raises: Violation.
         """
-        heap = self._heap
-        while heap and heap[0][0] <= time_s:
-            self.now, _, happen = heapq.heappop(heap)
-            happen()
+        while self._clock.advance(time_s):
             self.events += 1
             if until is not None and until():
                 return True
             if self.events > EVENTS_MAX:
                 raise Violation("runaway", f"{EVENTS_MAX} events in {self.now:.1f} s: something spins")
-        self.now = max(self.now, time_s)
         return until is None
 
     def run_for(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
