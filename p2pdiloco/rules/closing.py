@@ -42,6 +42,17 @@ class ClosingView(NamedTuple):
     spreads: Sequence[float]
 
 
+class Knobs(NamedTuple):
+    """How eager a quorum is. The product has the defaults; the lab measures others."""
+
+    share: float = 0.25  # of the live part of T_full, held by trusted contributors
+    share_many: float = 0.75  # the same from 16 effective nodes up
+    grace: float = 1.0  # factor on the grace window
+
+
+KNOBS = Knobs()
+
+
 class Decision(NamedTuple):
     """Close now or not, why (for log and page), and when to ask again at the latest (None: on news)."""
 
@@ -50,7 +61,7 @@ class Decision(NamedTuple):
     wake_at: float | None
 
 
-def decide_closing(view: ClosingView, spec: RunSpec, *, now: float) -> Decision:
+def decide_closing(view: ClosingView, spec: RunSpec, *, now: float, knobs: Knobs = KNOBS) -> Decision:
     """Whether to close the outer step now.
 
     - nobody delivered: never
@@ -79,11 +90,11 @@ def decide_closing(view: ClosingView, spec: RunSpec, *, now: float) -> Decision:
             reason=f"first outer step: {len(here)} of {len(view.live)} delivered",
             wake_at=deadline,
         )
-    reached, why, at = _quorum(view)
+    reached, why, at = _quorum(view, knobs)
     if not reached:
         return Decision(close=False, reason=why, wake_at=deadline)
     # The window starts when the quorum was complete, not at every look.
-    until = min(deadline, at + grace_s(view.spreads, spec.inner.pass_s))
+    until = min(deadline, at + knobs.grace * grace_s(view.spreads, spec.inner.pass_s))
     if now >= until:
         return Decision(close=True, reason=why, wake_at=None)
     return Decision(close=False, reason=f"{why}; grace for the others", wake_at=until)
@@ -138,12 +149,12 @@ class Spreads(NamedTuple):
         return Spreads(seconds, tuple(a for a in arrivals if a.peer in listed))
 
 
-def _quorum(view: ClosingView) -> tuple[bool, str, float]:
+def _quorum(view: ClosingView, knobs: Knobs) -> tuple[bool, str, float]:
     """Whether enough is here, in words, and since when (seconds)."""
     trusted_here = sorted((a for a in view.arrivals if a.trusted), key=lambda a: a.at)
     if not trusted_here:
         return False, "no trusted contributor yet", 0.0
-    share = 0.75 if effective_nodes(view.live) >= 16 else 0.25
+    share = knobs.share_many if effective_nodes(view.live) >= 16 else knobs.share
     needed = share * sum(view.live.values())
     waiting = set(view.trusted & view.live.keys())
     held = 0

@@ -50,5 +50,14 @@ def staleness(state: RulesState, candidate: HasBase) -> float:
 
 
 def decay(outer: OuterSpec, k: float) -> float:
-    """The factor for a delta that is `k` rounds late, in (0, 1]."""
-    return math.exp(-outer.lambda_ * k) if outer.decay == "exponential" else 1.0
+    """The factor for a delta that is `k` rounds late, in (0, 1].
+
+    `exponential` exp(-lambda k); `polynomial` (1 + k)^-0.5 (FedAsync, arXiv 1903.03934; FedBuff, arXiv
+    2106.06639), which a RunSpec from outside cannot ask for: the lab compares with it; `constant` 1.
+    """
+    if outer.decay == "exponential":
+        return math.exp(-outer.lambda_ * k)
+    if outer.decay == "polynomial":
+        return float((1 + k) ** -0.5)
+    assert outer.decay == "constant", f"no staleness law {outer.decay!r}"
+    return 1.0

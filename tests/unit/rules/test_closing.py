@@ -2,7 +2,7 @@
 
 import pytest
 
-from p2pdiloco.rules.closing import Arrival, ClosingView, after_closing, decide_closing, grace_s
+from p2pdiloco.rules.closing import Arrival, ClosingView, Knobs, after_closing, decide_closing, grace_s
 
 
 @pytest.fixture
@@ -96,3 +96,19 @@ def test_the_history_takes_listed_and_late_arrivals_and_is_bounded(name_peer):
     assert after_closing([0.25], listed, [7.0, 100.0], pass_s=10.0) == (0.25, 0.5, 1.0, 2.0)
     assert after_closing([0.25], [], [], pass_s=10.0) == (0.25,)
     assert len(after_closing([1.0] * 64, listed, [], pass_s=10.0)) == 64
+
+
+def test_knobs_move_the_share_and_the_window(view, spec):
+    swarm = dict.fromkeys(range(8), 10)
+    three = view(dict.fromkeys(range(3), 4.0), swarm, spreads=[1.0, 1.0, 1.0])
+    assert decide_closing(three, spec, now=4.0).wake_at == 5.0
+    assert decide_closing(three, spec, now=4.0, knobs=Knobs(grace=3.0)).wake_at == 7.0
+    assert decide_closing(three, spec, now=4.0, knobs=Knobs(grace=0.0)).close
+    assert decide_closing(three, spec, now=14.0, knobs=Knobs(share=0.5)) == (
+        False,
+        "30 of 40 tokens that make a quorum",
+        15.0,
+    )
+    many = view(dict.fromkeys(range(8), 4.0), dict.fromkeys(range(16), 10), spreads=[0.0])
+    assert not decide_closing(many, spec, now=4.0, knobs=Knobs(share=0.1)).close
+    assert decide_closing(many, spec, now=4.0, knobs=Knobs(share_many=0.5)).close

@@ -66,6 +66,13 @@ def test_constant_decay(make_log):
     assert step.contributions[0].weight == 10
 
 
+def test_polynomial_decay(make_log):
+    log = grown(make_log(outer={"decay": "polynomial"}), range(2), 8)
+    step = log.plan([log.next_candidate(0, base=4)])
+    assert step.contributions[0].staleness == 3
+    assert step.contributions[0].weight == 5
+
+
 def test_at_rho_1_it_is_dilocos_nesterov():
     scalars = scalars_of(OuterSpec(), 80.0, 80, 8.0)
     assert scalars.rho == 1
