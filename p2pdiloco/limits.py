@@ -169,3 +169,12 @@ data_window_shards = 16  # shards in use at once: 64 MiB; part of the data order
 corpus_files_max = 100_000  # text files of one corpus
 corpus_bytes_max = 4096 * MIB  # of one corpus, read once and copied into shards
 evaluation_share_max = 0.1  # of the corpus held out at most
+
+# Lab
+lab_file_bytes_max = MIB  # an experiment file is a page of text
+lab_name_chars_max = 80  # of a study or an arm: one line
+lab_runs_max = 4096  # arms times seeds of one command
+lab_jobs_max = 256  # processes of one command
+lab_message_bytes_max = 64 * MIB  # a result: 1,024 nodes and joiners at 200 bytes, twice over, and its curve
+lab_told_s = 0.25  # a run says how far it is at most so often
+lab_cache_bytes_max = 1024 * MIB  # results kept for later; the oldest go first

@@ -111,7 +111,7 @@ def run_new(
     outer_steps: Whole = 0,
     inner_steps: Whole | None = None,
     pass_s: float | None = None,
-    codec: Literal["int4", "fp16"] | None = None,
+    codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
     committee: Literal[1, 3, 5, 7] | None = None,
     config: ConfigFile = None,
 ) -> int:
@@ -138,7 +138,7 @@ def run_new(
     pass_s:
         Longest duration of a pass in seconds.
     codec:
-        How deltas are compressed.
+        How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
     committee:
         Most seats that the committee may have.
     """
@@ -291,19 +291,49 @@ def verify(folder: Path, /, *, json: bool = False) -> int:
 
 
 @app.command
-def simulate(*, seeds: str = "1..100", json: bool = False) -> int:
-    """Whole swarms in one process, with faults, checked from outside.
+def simulate(
+    experiment: Path | None = None,
+    /,
+    *,
+    set_: Annotated[list[str] | None, Parameter(name="--set", negative_iterable=())] = None,
+    seeds: str | None = None,
+    json: str | None = None,
+    plot: Path | None = None,
+    markdown: Path | None = None,
+    jobs: Whole = 0,
+    fresh: Annotated[bool, Parameter(negative_bool=())] = False,
+) -> int:
+    """What would a run do with these nodes, links and failures? Without a file: the protocol's own checkers.
 
     Parameters
     ----------
+    experiment:
+        TOML file (docs/simulate.md). Left out: whole swarms with faults, checked from outside.
+    set_:
+        SECTION.KEY=VALUE instead of what the file says, such as outer.lambda=0.1; may be given several times.
     seeds:
-        A..B, or numbers separated by commas.
+        A..B, or numbers separated by commas. Left out: those of the file, or 1; without a file 1..100.
     json:
-        Print the report for programs.
+        Write everything for programs into this file; - prints it instead of the tables.
+    plot:
+        Draw loss against tokens and against time into this .svg or .png.
+    markdown:
+        Write the tables as Markdown into this file.
+    jobs:
+        Processes; 0: one a core.
+    fresh:
+        Run again what is kept from earlier.
     """
-    from p2pdiloco_node.simulate import print_simulation
+    if experiment is None:
+        from p2pdiloco_node.simulate import print_simulation
 
-    return print_simulation(seeds, as_json=json)
+        given = {"--set": set_, "--plot": plot, "--markdown": markdown, "--fresh": fresh}
+        if needless := [flag for flag, value in given.items() if value]:
+            raise OperatorError(f"{needless[0]} is for an experiment: p2pdiloco simulate FILE.toml.", USAGE)
+        return print_simulation(seeds or "1..100", json_file=json, jobs=jobs)
+    from p2pdiloco_node.lab.command import Options, simulate_study
+
+    return simulate_study(Options(experiment, set_ or (), seeds, jobs, fresh, json, plot, markdown))
 
 
 @config_app.command

@@ -1,4 +1,4 @@
-"""`p2pdiloco simulate`: directed schedules first, then whole random swarms, one per seed, on all cores.
+"""`p2pdiloco simulate` without a file: directed schedules, then random swarms, one per seed, on all cores.
 
 What a seed does is in p2pdiloco/sim; here are processes, numbers and words.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -126,26 +127,30 @@ def simulate_seeds(
     )
 
 
-def print_simulation(seeds: str, *, as_json: bool = False) -> int:
-    """The command. Exit status 0: no violation, 1: at least one.
+def print_simulation(seeds: str, *, json_file: str | None = None, jobs: int = 0) -> int:
+    """The command without an experiment. Exit status 0: no violation, 1: at least one.
 
     A range runs the directed schedules first; single seeds are lived through again and nothing else.
+    `json_file`: where the report for programs goes besides, `-`: to standard output instead. `jobs` 0: a
+    process a core.
 
-    Raises: OperatorError for bad seeds.
+    Raises: OperatorError for bad seeds, or a file that cannot be written.
     """
     numbers = parse_seeds(seeds)
     schedules = SCHEDULES if ".." in seeds else ()
-    jobs = min(os.cpu_count() or 1, -(-len(numbers) // limits.simulated_chunk_seeds))
+    jobs = min(jobs or os.cpu_count() or 1, -(-len(numbers) // limits.simulated_chunk_seeds))
 
     def told(done: int, bad: int) -> None:
-        if not as_json and sys.stderr.isatty():
+        if sys.stderr.isatty():
             print(f"\r{done} of {len(numbers)} seeds, {bad} violations", end="", file=sys.stderr, flush=True)
 
     report = simulate_seeds(numbers, schedules=schedules, jobs=jobs, told=told)
-    if as_json:
-        print(json.dumps(as_plain(report)))
-    else:
-        print(in_words(report))
+    if json_file not in (None, "-"):
+        try:
+            Path(json_file).write_text(json.dumps(as_plain(report)) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OperatorError(f"--json {json_file} cannot be written: {error.strerror}.") from None
+    print(json.dumps(as_plain(report)) if json_file == "-" else in_words(report))
     return 0 if report.ok else 1
 
 

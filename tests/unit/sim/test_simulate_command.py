@@ -58,7 +58,7 @@ def test_json_names_violations_and_holds_no_nan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "Election", NeverLeads)
-    assert print_simulation("5", as_json=True) == 1
+    assert print_simulation("5", json_file="-") == 1
     told = json.loads(capsys.readouterr().out)
     assert [v["name"] for v in told["violations"]] == ["5"]
     assert told["recovery_s_median"] is None

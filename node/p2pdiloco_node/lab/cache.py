@@ -1,0 +1,159 @@
+"""Results of earlier runs, kept by everything that they depend on.
+
+The key covers the experiment without its name, the seed, the code that matters (as parsed, so that comments,
+docstrings and layout do not count), the data files' content and the versions of Python, numpy and torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import platformdirs
+
+import p2pdiloco
+import p2pdiloco_node
+from p2pdiloco import limits
+from p2pdiloco.sim.lab.experiment import Experiment
+from p2pdiloco.sim.lab.result import Result
+from p2pdiloco_node.training.corpus import find_files
+
+CORE = ("limits.py", "run_spec.py", "rules", "diloco", "sim/lab")  # of p2pdiloco
+MODEL = (  # of p2pdiloco_node, for arms with a model
+    "lab/model.py", "lab/networks.py", "lab/text.py",
+    "training/inner_loop.py", "training/models.py", "training/data.py", "training/corpus.py",
+)  # fmt: skip
+
+
+class Cache:
+    """A folder of results; `fresh` writes and never reads."""
+
+    def __init__(self, folder: Path | None = None, *, fresh: bool = False) -> None:
+        self.folder = folder or Path(platformdirs.user_cache_dir("p2pdiloco")) / "lab"
+        self.fresh = fresh
+
+    def find(self, experiment: Experiment, seed: int) -> Result | None:
+        """A kept result, under this arm's name; None where there is none or it cannot be read."""
+        if self.fresh:
+            return None
+        try:
+            kept = json.loads(self._path(experiment, seed).read_bytes())
+            result = msgspec.convert(kept, Result)
+        except (OSError, ValueError, msgspec.ValidationError):
+            return None
+        return msgspec.structs.replace(result, arm=experiment.name)
+
+    def keep(self, experiment: Experiment, result: Result) -> None:
+        """Written whole or not at all. A cache that cannot be written is no reason to lose a run."""
+        path = self._path(experiment, result.seed)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # Python's own JSON: a loss that is not finite comes back as it was.
+            part.write_text(json.dumps(msgspec.to_builtins(result)), encoding="utf-8")
+            part.replace(path)
+
+    def trim(self) -> None:
+        """Remove the oldest results beyond the limit."""
+        with contextlib.suppress(OSError):
+            files = sorted((p.stat().st_mtime, p.stat().st_size, p) for p in self.folder.iterdir())
+            total = sum(size for _, size, _ in files)
+            for _, size, path in files:
+                if total <= limits.lab_cache_bytes_max:
+                    break
+                path.unlink(missing_ok=True)
+                total -= size
+
+    def _path(self, experiment: Experiment, seed: int) -> Path:
+        return self.folder / f"{key_of(experiment, seed)}.json"
+
+
+def key_of(experiment: Experiment, seed: int) -> str:
+    """Hex digest of everything that a run depends on.
+
+    Raises: OperatorError: a data file that is named is not there.
+    """
+    learns = experiment.model.kind != "none"
+    parts = [
+        msgspec.json.encode(msgspec.structs.replace(experiment, name="")),
+        str(seed).encode(),
+        source_digest(with_model=learns).encode(),
+        platform.python_version().encode(),
+        _version("numpy").encode(),
+    ]
+    if learns:
+        parts += [_data_digest(experiment.data.files).encode(), _version("torch").encode()]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:40]
+
+
+@functools.cache
+def source_digest(*, with_model: bool) -> str:
+    """Hex digest of the code that decides a result, without docstrings, comments and layout."""
+    core, shell = (Path(str(p.__file__)).parent for p in (p2pdiloco, p2pdiloco_node))
+    files = [f for part in CORE for f in _python_files(core / part)]
+    if with_model:
+        files += [shell / part for part in MODEL if (shell / part).exists()]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(code_of(file.read_text(encoding="utf-8")).encode())
+    return digest.hexdigest()
+
+
+def code_of(source: str) -> str:
+    """A module as Python sees it, docstrings left out."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        kept = [
+            s
+            for s in body
+            if not (
+                isinstance(s, ast.Expr)
+                and isinstance(s.value, ast.Constant)
+                and isinstance(s.value.value, str)
+            )
+        ]
+        node.body = kept  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _python_files(place: Path) -> Iterable[Path]:
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
+
+
+@functools.cache
+def _data_digest(files: tuple[str, ...]) -> str:
+    """The standard library is known by Python's version; files that are named, by their content."""
+    if not files:
+        return ""
+    digest = hashlib.sha256()
+    for block in _blocks(find_files(files)):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _blocks(files: Iterable[Path]) -> Iterator[bytes]:
+    for file in files:
+        with file.open("rb") as opened:
+            yield f"{file.name}\0".encode() + hashlib.file_digest(opened, "sha256").digest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

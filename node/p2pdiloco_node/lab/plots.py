@@ -1,0 +1,117 @@
+"""Loss against tokens and against virtual time, a line an arm. matplotlib is an optional extra."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.sim.lab.result import Point, Result
+from p2pdiloco_node.config import SETTINGS, USAGE
+from p2pdiloco_node.lab.report import on_the_way
+from p2pdiloco_node.lab.study import Study
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = (".svg", ".png")
+# Okabe and Ito's colours, which colour-blind people tell apart; from the ninth arm on, dashes.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+STYLES = ("-", "--", ":", "-.")
+TOP_SHARE = 0.6  # of the first loss: the start falls so fast that it would hide the differences
+
+
+def check_plot(file: Path, study: Study) -> None:
+    """Before hours of work: can this picture be made? Raises: OperatorError that says what to do."""
+    if file.suffix.lower() not in FORMATS:
+        raise OperatorError(f"--plot {file}: the name ends in {' or '.join(FORMATS)}.", USAGE)
+    if not study.learns:
+        raise OperatorError('--plot draws loss, and model.kind = "none" has none: leave it out.', USAGE)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OperatorError(
+            "--plot needs matplotlib, which is not installed: pip install 'p2pdiloco[lab]'.", SETTINGS
+        )
+
+
+def draw(file: Path, study: Study, results: Sequence[Result]) -> None:
+    """Write the picture. Thin lines are seeds, a thick one their mean; the last, larger evaluation is a dot.
+
+    Raises: OperatorError: the file cannot be written, or no run left a curve.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    drawn = [r for r in results if any(math.isfinite(p.loss) for p in r.curve)]
+    if not drawn:
+        raise OperatorError(f"--plot {file}: no run has a curve to draw.", SETTINGS)
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    by_tokens, by_time = figure.subplots(1, 2, sharey=True)
+    longest = max(r.hours for r in drawn)
+    unit, hours = _time_unit(longest)
+    for number, arm in enumerate(study.arms):
+        runs = [r for r in drawn if r.arm == arm.name]
+        colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+        for axes, scale in ((by_tokens, None), (by_time, hours)):
+            _draw_arm(axes, arm.name, runs, colour, style, scale)
+    _dress(by_tokens, by_time, drawn, unit)
+    figure.suptitle(study.question or study.name, fontsize=11, wrap=True)
+    figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center",
+                  ncols=min(5, len(study.arms)), frameon=False)  # fmt: skip
+    # Text stays text, and the same figures make the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "p2pdiloco"}):
+        try:
+            vector = file.suffix.lower() == ".svg"
+            figure.savefig(file, dpi=140, metadata={"Date": None} if vector else None)
+        except OSError as error:
+            raise OperatorError(f"--plot {file} cannot be written: {error.strerror}.", SETTINGS) from None
+
+
+def _draw_arm(
+    axes: Axes, name: str, runs: Sequence[Result], colour: str, style: str, hours: float | None
+) -> None:
+    """`hours`: those of one unit of the axis; None: tokens."""
+
+    def across(point: Point) -> float:
+        return point.tokens / 1e6 if hours is None else point.hours / hours
+
+    curves = [on_the_way(r) or r.curve for r in runs]
+    if len(curves) > 1:
+        for curve in curves:
+            axes.plot(
+                [across(p) for p in curve], [p.loss for p in curve], style, color=colour, lw=0.6, alpha=0.45
+            )
+    # Evaluations of all seeds stand at the same numbers of tokens, but one may have an odd one.
+    points = list(zip(*curves, strict=False))
+    axes.plot(
+        [sum(across(p) for p in same) / len(same) for same in points],
+        [sum(p.loss for p in same) / len(same) for same in points],
+        style, color=colour, lw=1.8, label=name,
+    )  # fmt: skip
+    ends = [r.curve[-1] for r in runs]
+    axes.plot([across(p) for p in ends], [p.loss for p in ends], "o", color=colour, ms=3.5)
+
+
+def _dress(by_tokens: Axes, by_time: Axes, drawn: Sequence[Result], unit: str) -> None:
+    losses = [p.loss for r in drawn for p in r.curve if math.isfinite(p.loss)]
+    first = max(r.curve[0].loss for r in drawn if math.isfinite(r.curve[0].loss))
+    best, worst = min(losses), max(r.curve[-1].loss for r in drawn)
+    top = max(best + TOP_SHARE * (first - best), min(worst, 2 * first) if math.isfinite(worst) else first)
+    by_tokens.set_ylim(best - 0.03 * (top - best), top)
+    by_tokens.set_ylabel("held-out loss, nats per token")
+    by_tokens.set_xlabel("merged tokens, millions")
+    by_time.set_xlabel(f"virtual time, {unit}")
+    for axes in (by_tokens, by_time):
+        axes.set_xlim(left=0)
+        axes.grid(visible=True, lw=0.4, alpha=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def _time_unit(hours: float) -> tuple[str, float]:
+    """Word and length in hours of a unit in which the longest run is a few to a few hundred."""
+    for unit, length in (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60)):
+        if hours >= 3 * length:
+            return unit, length
+    return "seconds", 1 / 3600

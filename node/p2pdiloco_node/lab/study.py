@@ -1,0 +1,233 @@
+"""An experiment file becomes a study: arms that differ in a few keys, and the seeds they share.
+
+question = "..."            # one sentence, optional
+seeds = "1..3"              # optional
+[outer]                     # keys of p2pdiloco/sim/lab/experiment.py, for all arms
+codec = "int4"
+[arms.quorum]               # the first arm is the one that the others are compared with
+[arms.barrier.outer]
+policy = "barrier"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.sim.lab.experiment import Data, Experiment, Inner, Model, Outer, Run, Swarm, check_experiment
+from p2pdiloco_node.config import SETTINGS, USAGE, nearest
+from p2pdiloco_node.simulate import parse_seeds
+
+SECTIONS: Mapping[str, type[msgspec.Struct]] = {
+    "swarm": Swarm, "model": Model, "data": Data, "inner": Inner, "outer": Outer, "run": Run,
+}  # fmt: skip
+TOP = ("name", "question", "seeds", "arms", *SECTIONS)
+SPELT = {"lambda": "lambda_"}  # what people write, and what Python lets us call it
+QUESTION_CHARS_MAX = 400
+
+
+class Study(msgspec.Struct, frozen=True):
+    """What is asked, of which arms, with which seeds. The first arm is the reference of paired gaps."""
+
+    name: str
+    question: str
+    seeds: tuple[int, ...]
+    arms: tuple[Experiment, ...]
+
+    @property
+    def learns(self) -> bool:
+        """Whether any arm has a model."""
+        return any(arm.model.kind != "none" for arm in self.arms)
+
+
+def read_study(file: Path, *, changes: Sequence[str] = (), seeds: str | None = None) -> Study:
+    """A TOML file, with `--set` and `--seeds` on top.
+
+    Raises: OperatorError (2 for a bad flag, 3 for the file) naming file, section, key and what to do.
+    """
+    try:
+        size = file.stat().st_size
+        if size > limits.lab_file_bytes_max:
+            raise OperatorError(
+                f"The experiment {file} has {size} bytes; {limits.lab_file_bytes_max} are the most.", SETTINGS
+            )
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OperatorError(
+            f"The experiment {file} cannot be read: {error.strerror}. Ready ones are in docs/experiments.",
+            SETTINGS,
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OperatorError(f"The experiment {file} is not valid TOML: {error}.", SETTINGS) from None
+    raw.setdefault("name", file.stem)
+    for change in changes:
+        _set(raw, change)
+    if seeds is not None:
+        raw["seeds"] = seeds
+    return make_study(raw, where=str(file))
+
+
+def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
+    """As `read_study`, from tables already parsed; `where` is said in messages."""
+    _refuse_unknown(raw, TOP, where, "")
+    shared = {section: _section(raw, section, where, "") for section in SECTIONS}
+    name = _text(raw.get("name", "experiment"), "name", where, limits.lab_name_chars_max)
+    tables = raw.get("arms", {name: {}})
+    if not isinstance(tables, Mapping) or not tables:
+        raise OperatorError(
+            f'{where}: arms is a table of tables: write [arms.NAME.outer] and policy = "barrier" below it.',
+            SETTINGS,
+        )
+    arms = []
+    for arm, own in tables.items():
+        if not isinstance(own, Mapping):
+            raise OperatorError(
+                f"{where}: arms.{arm} is a table with sections: write [arms.{arm}.outer].", SETTINGS
+            )
+        _refuse_unknown(own, SECTIONS, where, f"arms.{arm}.")
+        sections = {s: shared[s] | _section(own, s, where, f"arms.{arm}.") for s in SECTIONS}
+        _text(arm, f"the arm's name {arm!r}", where, limits.lab_name_chars_max)
+        experiment = msgspec.convert({"name": arm, **sections}, Experiment)
+        check_experiment(experiment)
+        arms.append(experiment)
+    seeds = _seeds(raw.get("seeds", "1"), where)
+    if len(arms) * len(seeds) > limits.lab_runs_max:
+        raise OperatorError(
+            f"{where}: {len(arms)} arms with {len(seeds)} seeds are {len(arms) * len(seeds)} runs; "
+            f"{limits.lab_runs_max} are the most. Name fewer seeds.", SETTINGS,
+        )  # fmt: skip
+    question = _text(raw.get("question", ""), "question", where, QUESTION_CHARS_MAX)
+    return Study(name, question, seeds, tuple(arms))
+
+
+def _set(raw: dict[str, Any], change: str) -> None:
+    """One `--set key=value` into the tables. A value is TOML; what is no TOML is a word."""
+    key, equals, text = change.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise OperatorError(
+            f"--set {change!r} is not understood: write SECTION.KEY=VALUE, such as outer.lambda=0.1.", USAGE
+        )
+    # Slips are found here, so that the message names the flag and not the file.
+    if path[0] == "arms":
+        if len(path) != 4 or not isinstance(raw.get("arms"), dict) or path[1] not in raw["arms"]:
+            known = sorted(raw["arms"]) if isinstance(raw.get("arms"), dict) else []
+            raise OperatorError(
+                f"--set {change}: write arms.ARM.SECTION.KEY=VALUE; the file has "
+                f"{'the arms ' + ', '.join(known) if known else 'no arms'}.", USAGE,
+            )  # fmt: skip
+        path_in_base = path[2:]
+    else:
+        path_in_base = path
+    value = _value(text.strip())
+    if path_in_base == ["name"]:
+        raw["name"] = value
+        return
+    if len(path_in_base) != 2 or path_in_base[0] not in SECTIONS:
+        keys = [f"{s}.{_said(f)}" for s, kind in SECTIONS.items() for f in kind.__struct_fields__]
+        close = nearest(key.strip(), keys) or _elsewhere(path_in_base[-1])
+        raise OperatorError(f"--set {change}: there is no key {key.strip()!r}{close or '.'}", USAGE)
+    section, word = path_in_base
+    _refuse_unknown({word: value}, SECTIONS[section].__struct_fields__, "--set", f"{section}.", code=USAGE)
+    _checked(SECTIONS[section], SPELT.get(word, word), value, f"--set {section}.{word}", USAGE)
+    table: dict[str, Any] = raw
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise OperatorError(f"--set {change}: {part} is no table in the file.", USAGE)
+    table.pop(SPELT.get(word, word), None)
+    table.pop(_said(word), None)
+    table[word] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return found["value"] if set(found) == {"value"} else text
+
+
+def _section(raw: Mapping[str, Any], section: str, where: str, above: str) -> dict[str, Any]:
+    """One table's keys, each checked by itself so that the message can name it."""
+    table = raw.get(section, {})
+    if not isinstance(table, Mapping):
+        raise OperatorError(f"{where}: {above}{section} is a table: write [{above}{section}].", SETTINGS)
+    kind = SECTIONS[section]
+    _refuse_unknown(table, kind.__struct_fields__, where, f"{above}{section}.")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        field = str(SPELT.get(key, key))
+        if field in found:
+            raise OperatorError(f"{where}: {above}{section}.{key} stands there twice.", SETTINGS)
+        _checked(kind, field, value, f"{where}: {above}{section}.{key}", SETTINGS)
+        found[field] = value
+    return found
+
+
+def _checked(kind: type[msgspec.Struct], field: str, value: Any, what: str, code: int) -> None:
+    try:
+        msgspec.convert({field: value}, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).split(" - at ")[0].replace("`", "")
+        raise OperatorError(
+            f"{what} = {value!r} is not possible: {reason[:1].lower()}{reason[1:]}"
+            f"{_choices(kind, field)} (default: {_default(kind, field)!r}).", code,
+        ) from None  # fmt: skip
+
+
+def _choices(kind: type[msgspec.Struct], field: str) -> str:
+    """For a word that is one of a few."""
+    described = next(f.type for f in msgspec.inspect.type_info(kind).fields if f.name == field)  # type: ignore[attr-defined]
+    if isinstance(described, msgspec.inspect.LiteralType):
+        return f"; it is one of {', '.join(str(v) for v in described.values)}"
+    return ""
+
+
+def _default(kind: type[msgspec.Struct], field: str) -> object:
+    return getattr(kind(), field)
+
+
+def _refuse_unknown(
+    table: Mapping[str, Any], known: Iterable[str], where: str, above: str, *, code: int = SETTINGS
+) -> None:
+    spelt = [_said(k) for k in known]
+    for key in table:
+        if key in spelt or key in known:
+            continue
+        hint = nearest(key, spelt) or _elsewhere(key)
+        raise OperatorError(f"{where}: there is no key {above}{key}{hint or '.'}", code)
+
+
+def _elsewhere(key: str) -> str:
+    """A key that stands in the wrong section."""
+    for section, kind in SECTIONS.items():
+        if key in kind.__struct_fields__ or SPELT.get(key) in kind.__struct_fields__:
+            return f"; did you mean '{section}.{key}'?"
+    return f"; known are {', '.join(SECTIONS)}." if not key.strip() else ""
+
+
+def _said(field: str) -> str:
+    return field.rstrip("_")
+
+
+def _text(value: object, what: str, where: str, chars_max: int) -> str:
+    if not isinstance(value, str) or len(value) > chars_max or not value.isprintable():
+        raise OperatorError(f"{where}: {what} is one line of at most {chars_max} characters.", SETTINGS)
+    return value
+
+
+def _seeds(value: object, where: str) -> tuple[int, ...]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = [value]
+    if isinstance(value, list) and all(type(v) is int and v >= 0 for v in value) and value:
+        return tuple(dict.fromkeys(value))
+    if isinstance(value, str):
+        return tuple(dict.fromkeys(parse_seeds(value)))
+    raise OperatorError(f'{where}: seeds = {value!r} is not understood: write "1..3" or [1, 2, 3].', SETTINGS)
