@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 
 
@@ -20,9 +21,12 @@ class Clock:
         heapq.heappush(self._heap, (self.now + delay_s, self._count, happen))
 
     def advance(self, until_s: float) -> bool:
-        """Let the next thing happen that is due up to `until_s`. False: there is none, and it is then."""
+        """Let the next thing happen that is due up to `until_s`. False: there is none, and it is then.
+
+        An endless `until_s` leaves the time as it is.
+        """
         if not self._heap or self._heap[0][0] > until_s:
-            self.now = max(self.now, until_s)
+            self.now = max(self.now, until_s) if until_s < math.inf else self.now
             return False
         self.now, _, happen = heapq.heappop(self._heap)
         happen()

@@ -69,7 +69,7 @@ def run_seed(
             pass_s=1.2 if pick[6] < SHORT_PASSES and nodes < MANY else 4.0,
             voter_standing_s=(2.0, 4.0)[int(pick[4] * 2)],
         ),
-        codec=("fp16", "int4")[int(pick[5] * 2)],
+        codec=("topk64", "fp16", "fp16", "fp16", "int4", "int4", "int4", "int4")[int(pick[5] * 8)],
         keep_trace=keep_trace,
     )
     if prepare is not None:

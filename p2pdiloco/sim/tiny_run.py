@@ -1,4 +1,7 @@
-"""A run small enough that a whole swarm of it costs a fraction of a second: 160 params, short passes."""
+"""A run small enough that a whole swarm of it costs a fraction of a second: 160 params, short passes.
+
+Under a sparse codec it has 4128 params, or it would be sent raw as a whole.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2pdiloco.ids import NO_DIGEST, PeerId, RunId, digest_of
+from p2pdiloco.rules.delta_layout import is_sparse
 from p2pdiloco.run_spec import (
     FORMAT,
     MATH_VERSION,
@@ -30,6 +34,8 @@ Array = npt.NDArray[np.float32]
 
 TENSORS = (TensorSpec("matrix", (16, 9)), TensorSpec("norm", (16,)))
 PARAMS = 160
+# Where the codec is topk: one whole chunk and a short one.
+SPARSE_TENSORS = (TensorSpec("matrix", (16, 257)), TensorSpec("norm", (16,)))
 
 
 class Timings(NamedTuple):
@@ -67,7 +73,8 @@ def tiny_run(
     nonce: int = 0,
 ) -> TinyRun:
     """A run of `local` admission whose first committee is the witness alone."""
-    params = ((np.arange(PARAMS) % 17 - 8) / 64).astype(np.float32)
+    tensors = SPARSE_TENSORS if is_sparse(codec) else TENSORS
+    params = ((np.arange(sum(t.size for t in tensors)) % 17 - 8) / 64).astype(np.float32)
     momentum = np.zeros_like(params)
     shard = BlobRef(NO_DIGEST, 1024, 1024)
     spec = RunSpec(
@@ -77,7 +84,7 @@ def tiny_run(
         owner_key=owner.public_key,
         model=ModelSpec(
             family="llama", preset="simulated", vocab_size=256, hidden_size=8, intermediate_size=16,
-            layers=1, heads=1, kv_heads=1, seq_len=8, tied=True, tensors=TENSORS,
+            layers=1, heads=1, kv_heads=1, seq_len=8, tied=True, tensors=tensors,
         ),
         data=DataSpec(tokenizer="bytes", shards=(shard,), evaluation=shard),
         inner=InnerSpec(

@@ -17,7 +17,6 @@ from p2pdiloco.ids import Digest
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import Settled
 from p2pdiloco.sim.disk import OwnWork
-from p2pdiloco.sim.tiny_run import PARAMS
 from p2pdiloco.wire.messages import DeltaHeader
 from p2pdiloco.wire.signing import delta_statement
 
@@ -37,7 +36,8 @@ class Trainer:
         self._allowed = 0
         self._waiting = False  # the pass is over, but no more deltas are allowed: it is prolonged
         self._pass = 0  # counts passes and stops, so that an old timer ends nothing
-        self._feedback = ErrorFeedback(PARAMS)
+        self._params = machine.world.run.spec.model.params
+        self._feedback = ErrorFeedback(self._params)
         self.made = 0  # deltas finished in all lives
 
     def start(self) -> None:
@@ -45,9 +45,9 @@ class Trainer:
         self.stop()
         kept = self._machine.disk.own.feedback
         if kept is not None:
-            self._feedback = ErrorFeedback.from_arrays(kept, PARAMS)
+            self._feedback = ErrorFeedback.from_arrays(kept, self._params)
         else:
-            self._feedback = ErrorFeedback(PARAMS)
+            self._feedback = ErrorFeedback(self._params)
 
     def stop(self) -> None:
         self._version = None
@@ -119,7 +119,7 @@ class Trainer:
             count = self._pass
             world.at(0.5, lambda: self._due(count))
             return
-        raw = (world.noise.standard_normal(PARAMS) * 0.01 * steps**0.5).astype(np.float32)
+        raw = (world.noise.standard_normal(self._params) * 0.01 * steps**0.5).astype(np.float32)
         sequence = own.sequence + 1
         spec = world.run.spec
         origin = Origin(machine.id, sequence)

@@ -30,6 +30,8 @@ class Swarm(_Section, frozen=True):
     speeds: Annotated[tuple[Annotated[float, Meta(gt=0, le=1000)], ...], Meta(min_length=1)] = (1.0,)
     # ^ inner steps in `step_s` seconds; node i has speeds[i % len]
     step_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
+    jitter: Annotated[float, Meta(ge=0, le=0.9)] = 0.05  # each pass is so much slower or faster, at most
+    stagger: Share = 1.0  # nodes start within this share of a pass, so that their deltas do not come at once
     up_mbit: Annotated[float, Meta(ge=0)] = 0.0  # of each node, Mbit/s; 0: as fast as you like
     down_mbit: Annotated[float, Meta(ge=0)] = 0.0
     latency_s: Seconds = 0.1  # one way
@@ -66,6 +68,7 @@ class Data(_Section, frozen=True):
 
     files: tuple[str, ...] = ()  # globs; none: this Python's standard library
     by_kind: bool = False  # not i.i.d.: each node reads its own kind of text
+    mixed: bool = False  # with by_kind, the control: the same text, but each node reads all kinds in turn
     evaluation_tokens: Positive = 131_072  # held out; used at the end
     evaluation_tokens_on_the_way: Positive = 32_768
 
@@ -176,7 +179,9 @@ def check_experiment(e: Experiment) -> None:
         refuse('fragments are staggered: set outer.policy to "quorum" or "immediate".')
     for start, node, _ in e.swarm.absences:
         if node >= e.swarm.nodes:
-            refuse(f"swarm.absences names node {node} (from {start}); the first {e.swarm.nodes} have 0 and up.")
+            refuse(
+                f"swarm.absences names node {node} (from {start}); the first {e.swarm.nodes} have 0 and up."
+            )
     staying = e.swarm.nodes + sum(n for _, n in e.swarm.joins) - sum(n for _, n in e.swarm.leaves)
     if staying < 1:
         refuse("swarm.leaves takes everybody away: somebody has to stay.")
