@@ -25,6 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.training",
         "p2pdiloco_node.telemetry",
     ),
+    ("p2pdiloco_node.lab.text", "p2pdiloco_node.lab.networks"),
+    ("p2pdiloco_node.lab.model",),
 )
 
 INSTEAD = {
@@ -46,12 +48,14 @@ INSTEAD = {
 }
 NUMERIC = ("p2pdiloco.diloco", "p2pdiloco.sim")  # these two may use numpy
 TRAINER_ONLY = ("torch", "transformers")
-# The trainer process: the only modules that may import torch.
+# The trainer process and the lab, a process of its own: the only modules that may import torch.
 TRAINER = (
     "p2pdiloco_node.training.worker",
     "p2pdiloco_node.training.models",
     "p2pdiloco_node.training.inner_loop",
     "p2pdiloco_node.training.genesis",
+    "p2pdiloco_node.lab.model",
+    "p2pdiloco_node.lab.networks",
 )
 VERSION = "p2pdiloco_node.__version__"
 
@@ -166,6 +170,8 @@ def test_only_the_trainer_process_imports_torch(root: Path, sources: list[Path])
         (layer_faults, "p2pdiloco.wire.x", "from p2pdiloco.rules import state", "stands above"),
         (layer_faults, "p2pdiloco_node.storage.x", "from p2pdiloco_node.transport import y", "neighbour"),
         (layer_faults, "p2pdiloco_node.training.x", "from p2pdiloco_node.daemon import y", "stands above"),
+        (layer_faults, "p2pdiloco_node.training.x", "from p2pdiloco_node.lab.text import y", "stands above"),
+        (layer_faults, "p2pdiloco.sim.lab.x", "from p2pdiloco_node.lab import y", "stands above"),
         (trainer_faults, "p2pdiloco_node.daemon", "import torch.nn", "trainer process"),
     ],
 )

@@ -143,15 +143,25 @@ def write_shards(corpus: Corpus, put: Callable[[Digest, bytes], None], progress:
 
     Raises: OperatorError: a file changed meanwhile; whatever `put` raises.
     """
-    total = corpus.training_tokens
-    shards = -(-total // limits.chunk_bytes)
-    size = -(-total // shards)
     written: list[BlobRef] = []
-    for shard in _cut(_bytes_of(corpus.training), size):
+    shards = -(-corpus.training_tokens // limits.chunk_bytes)
+    for shard in training_shards(corpus):
         progress("writing shards", len(written) / shards)
         written.append(_shard(shard, put))
+    return DataSpec(tokenizer="bytes", shards=tuple(written), evaluation=_shard(held_out_shard(corpus), put))
+
+
+def training_shards(corpus: Corpus) -> Iterator[bytes]:
+    """The training side, cut into shards of equal size, at most 4 MiB. Raises: OperatorError."""
+    total = corpus.training_tokens
+    shards = -(-total // limits.chunk_bytes)
+    return _cut(_bytes_of(corpus.training), -(-total // shards))
+
+
+def held_out_shard(corpus: Corpus) -> bytes:
+    """The held-out side, at most 4 MiB. Raises: OperatorError."""
     (held_out,) = _cut(_bytes_of(corpus.held_out), limits.chunk_bytes)
-    return DataSpec(tokenizer="bytes", shards=tuple(written), evaluation=_shard(held_out, put))
+    return held_out
 
 
 def _shard(data: bytes, put: Callable[[Digest, bytes], None]) -> BlobRef:

@@ -8,14 +8,14 @@ gradients views into one gradient vector.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from p2pdiloco.rules.schedule import moments_warmup
-from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.run_spec import InnerSpec, ModelSpec
 from p2pdiloco_node.training.data import Tokens
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.models import build_model, tensor_layout, views
@@ -41,11 +41,25 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+class LoopSpec(Protocol):
+    """What an inner loop needs to know of a RunSpec."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+
+    @property
+    def inner(self) -> InnerSpec: ...
+
+
 class InnerLoop:
     """Params, anchor and moments of one node. Not usable before the first `adopt`."""
 
-    def __init__(self, spec: RunSpec, *, device: str = "cpu", micro_batch: int = 0) -> None:
+    def __init__(
+        self, spec: LoopSpec, *, device: str = "cpu", micro_batch: int = 0, model: Any = None
+    ) -> None:
         """`micro_batch`: sequences per forward pass; 0: the whole batch at once.
+
+        `model`: in place of the one that `spec` describes, with the same tensors (the lab's).
 
         Raises: AssertionError: this build of transformers gives the model other tensors than the RunSpec.
         """
@@ -54,7 +68,7 @@ class InnerLoop:
         self._micro_batch = micro_batch or spec.inner.sequences_per_step
         # Where the hardware multiplies bf16; elsewhere emulation is slower than float32.
         self._bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
-        self._model = build_model(spec.model).to(device)
+        self._model = (build_model(spec.model) if model is None else model).to(device)
         layout = tensor_layout(self._model)
         assert layout == spec.model.tensors, "the model's tensors are not those of the RunSpec"
         self.theta = torch.zeros(spec.model.params, dtype=torch.float32, device=device)
@@ -88,7 +102,7 @@ class InnerLoop:
         self._gradient.zero_()
         loss = 0.0
         for part in batch.split(self._micro_batch):
-            part_loss = self._loss_sum(self._model, part) / (batch.shape[0] * (batch.shape[1] - 1))
+            part_loss = self.loss_sum(self._model, part) / (batch.shape[0] * (batch.shape[1] - 1))
             part_loss.backward()
             loss += float(part_loss.detach())
         norm = float(torch.linalg.vector_norm(self._gradient))
@@ -102,7 +116,7 @@ class InnerLoop:
         self._steps_since_zero += 1
         return loss
 
-    def _loss_sum(self, model: Any, tokens: Any) -> Any:
+    def loss_sum(self, model: Any, tokens: Any) -> Any:
         """Sum of the cross-entropies of predicting tokens[:, 1:], in nats; float32 under bf16 autocast."""
         with torch.autocast(self.theta.device.type, dtype=torch.bfloat16, enabled=self._bf16):
             logits_btv = model(input_ids=tokens[:, :-1]).logits
@@ -186,7 +200,7 @@ class InnerLoop:
             return torch.func.functional_call(self._model, params, kwargs=inputs, tie_weights=True)
 
         with torch.no_grad():
-            return float(self._loss_sum(model, torch.from_numpy(tokens).to(self._device)))
+            return float(self.loss_sum(model, torch.from_numpy(tokens).to(self._device)))
 
     def drop_evaluation(self) -> None:
         self._eval_flat = None

@@ -1,0 +1,195 @@
+"""`LabModel` with real arrays: the product's inner loop on real text, for `p2pdiloco.sim.lab`.
+
+model = make_model(experiment, seed)
+result = run_experiment(experiment, seed, rng, model, told)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from p2pdiloco.run_spec import InnerSpec, ModelSpec, TensorSpec
+from p2pdiloco.sim.lab.experiment import Experiment
+from p2pdiloco_node.lab import networks
+from p2pdiloco_node.lab.text import Feed, load_text
+from p2pdiloco_node.training.inner_loop import InnerLoop, set_threads
+from p2pdiloco_node.training.models import flatten_params, tensor_layout
+
+Floats = npt.NDArray[np.float32]
+
+
+class _LoopSpec(NamedTuple):
+    model: ModelSpec
+    inner: InnerSpec
+
+
+class TextTrainer:
+    """The inner loop of one node on its own text. `LabTrainer`."""
+
+    def __init__(self, loop: InnerLoop, feeds: list[Feed], sequences: int) -> None:
+        """`sequences` of each feed in every step."""
+        self._loop = loop
+        self._feeds = feeds
+        self._sequences = sequences
+        self._theta: Floats = loop.theta.numpy()
+
+    @property
+    def theta(self) -> Floats:
+        return self._theta
+
+    def step(self, lr: float) -> float:
+        """NaN: loss or gradient were not finite, and nothing was changed."""
+        batch = np.concatenate([feed.next_batch(self._sequences) for feed in self._feeds])
+        loss = self._loop.step(batch, lr)
+        return math.nan if loss is None else loss
+
+    def zero_moments(self) -> None:
+        self._loop.zero_moments()
+
+    def expert_tokens(self) -> list[float]:
+        return []
+
+
+class _MixtureLoop(InnerLoop):
+    """The product's inner loop with the router's balance loss, which evaluation does not have."""
+
+    def __init__(self, spec: _LoopSpec, experiment: Experiment, *, model: Any) -> None:
+        # One part for each node's batch, so that data parallel balances as its nodes would.
+        super().__init__(spec, micro_batch=experiment.inner.sequences_per_step, model=model)
+        shape = experiment.model
+        self._weight = shape.balance
+        self._per_token = shape.experts_per_token
+        self.routed = np.zeros((shape.layers, shape.experts))
+        self.balance_sum = 0.0  # part of the losses returned since it was last set to zero, times tokens
+
+    def loss_sum(self, model: Any, tokens: Any) -> Any:
+        """Cross-entropy + weight * balance, Switch's loss as transformers computes it for Mixtral."""
+        out = model(input_ids=tokens[:, :-1], output_router_logits=True)
+        self.routed += networks.route_counts(out.router_logits, self._per_token)
+        balance = self._weight * out.aux_loss * tokens[:, 1:].numel()
+        self.balance_sum += float(balance.detach())
+        return networks.cross_entropy_sum(out.logits, tokens) + balance
+
+
+class MixtureTrainer(TextTrainer):
+    """The same for a mixture of experts; losses are cross-entropies, without the balance."""
+
+    def __init__(self, loop: _MixtureLoop, feeds: list[Feed], sequences: int, seq_len: int) -> None:
+        super().__init__(loop, feeds, sequences)
+        self._mixture = loop
+        self._tokens = len(feeds) * sequences * seq_len
+
+    def step(self, lr: float) -> float:
+        self._mixture.balance_sum = 0.0
+        return super().step(lr) - self._mixture.balance_sum / self._tokens
+
+    def expert_tokens(self) -> list[float]:
+        counts: list[float] = self._mixture.routed.reshape(-1).tolist()
+        self._mixture.routed[:] = 0
+        return counts
+
+
+class TextModel:
+    """A byte model with its text. `LabModel`."""
+
+    def __init__(self, experiment: Experiment, seed: int) -> None:
+        """Raises: OperatorError: there is no text, or too few kinds of it."""
+        self._experiment = experiment
+        self._seed = seed
+        self._text = load_text(experiment)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = networks.build(experiment.model)
+        self._tensors = tensor_layout(module)
+        self._initial: Floats = flatten_params(module).numpy()
+        self._initial.flags.writeable = False
+        self._evaluator = networks.Evaluator(module, self._tensors, experiment.model)
+        self._held_out = {
+            final: self._text.held_out(seq_len=experiment.model.seq_len, tokens=tokens)
+            for final, tokens in (
+                (True, experiment.data.evaluation_tokens),
+                (False, experiment.data.evaluation_tokens_on_the_way),
+            )
+        }
+        self._spec = _LoopSpec(networks.model_spec(experiment.model, self._tensors), _inner_spec(experiment))
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self._tensors
+
+    @property
+    def initial(self) -> Floats:
+        """Float32 [params], read-only: drawn by transformers from the seed alone."""
+        return self._initial
+
+    @property
+    def data_digest(self) -> str:
+        """Hex SHA-256 of all text that is trained on or held out: another Python has other text."""
+        return self._text.digest
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of text that are read; one if data is i.i.d."""
+        return tuple(kind.name for kind in self._text.kinds)
+
+    def trainer(self, node: int, *, batch_factor: int = 1) -> TextTrainer:
+        """Node `node` from version 0; it stands for nodes `node` to `node` + `batch_factor` - 1 at once.
+
+        Its batch is then the union of theirs: the data-parallel reference.
+        """
+        feeds = [
+            self._text.feed(self._experiment, self._seed, member)
+            for member in range(node, node + batch_factor)
+        ]
+        sequences = self._experiment.inner.sequences_per_step
+        shape = self._experiment.model
+        with torch.random.fork_rng(devices=[]):
+            module = networks.build(shape)
+        if shape.kind == "mixtral":
+            mixture = _MixtureLoop(self._spec, self._experiment, model=module)
+            mixture.start_from(self._initial.copy())
+            return MixtureTrainer(mixture, feeds, sequences, shape.seq_len)
+        loop = InnerLoop(self._spec, model=module)
+        loop.start_from(self._initial.copy())
+        return TextTrainer(loop, feeds, sequences)
+
+    def evaluate(self, params: Floats, *, final: bool) -> float:
+        return self._evaluator.loss(params, self._held_out[final])
+
+    def expert_load(self, params: Floats) -> list[list[float]]:
+        if self._experiment.model.kind != "mixtral":
+            return []
+        counts = self._evaluator.routes(params, self._held_out[False])
+        shares: list[list[float]] = (counts / counts.sum(axis=1, keepdims=True)).tolist()
+        return shares
+
+
+def make_model(experiment: Experiment, seed: int) -> TextModel:
+    """The real model of an experiment, on one thread: a seed is a process.
+
+    Raises: OperatorError: there is no text, or too few kinds of it.
+    """
+    set_threads(1)
+    return TextModel(experiment, seed)
+
+
+def _inner_spec(experiment: Experiment) -> InnerSpec:
+    inner = experiment.inner
+    return InnerSpec(
+        inner_steps=inner.inner_steps,
+        pass_s=experiment.pass_s,
+        sequences_per_step=inner.sequences_per_step,
+        lr=inner.lr,
+        lr_min_share=inner.lr_min_share,
+        warmup_tokens=round(inner.warmup_share * experiment.target_tokens),
+        moments_warmup_steps=inner.moments_warmup_steps,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=inner.weight_decay,
+        clip_norm=inner.clip_norm,
+    )
