@@ -75,18 +75,6 @@ def scatter(flat: Array, fragment: Fragment, values: Array) -> None:
         first += size
 
 
-def scatter_add(flat: Array, fragment: Fragment, values: Array) -> None:
-    """Add the fragment's `values` to their places of `flat`, in place: the rest of `flat` stays as it is.
-
-    With new minus old anchor this rebases one fragment of a node's params (algorithm.md 3).
-    """
-    first = 0
-    for here in fragment.slices:
-        size = here.stop - here.start
-        flat[here] += values[first : first + size]
-        first += size
-
-
 def _fragment(tensors: Sequence[TensorSpec], starts: Sequence[int], places: Sequence[int]) -> Fragment:
     slices: list[slice] = []
     for place in places:

@@ -27,7 +27,7 @@ class Links:
     def upload(self, node: int, now: float, size: int) -> float:
         """Queue `size` bytes on the node's uplink at `now`. Returns: when the last one leaves, and travels.
 
-        The receiver's downlink is not asked; `send` asks both.
+        The receiver's downlink is not asked: at home it is the wider side.
         """
         self.bytes_up[node] += size
         self._up_free[node] = max(now, self._up_free[node]) + _seconds(size, self._up)
@@ -38,10 +38,6 @@ class Links:
         self.bytes_down[node] += size
         self._down_free[node] = max(now, self._down_free[node]) + _seconds(size, self._down)
         return self._down_free[node] + self.latency_s
-
-    def send(self, source: int, target: int, now: float, size: int) -> float:
-        """From node to node, through both links at once. Returns: when the slower one is through."""
-        return max(self.upload(source, now, size), self.download(target, now, size))
 
     def spread(
         self, now: float, bytes_per_node: Mapping[int, int], servers: Collection[int]

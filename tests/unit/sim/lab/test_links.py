@@ -27,15 +27,10 @@ def test_up_and_down_are_separate_queues(links):
     assert links.download(0, 0.0, 4 * MB) == pytest.approx(2.1)
 
 
-def test_sending_takes_as_long_as_the_slower_of_both_links(links):
-    assert links.send(0, 1, 0.0, 4 * MB) == pytest.approx(4.1)
-    links.download(2, 0.0, 40 * MB)
-    assert links.send(3, 2, 0.0, 4 * MB) == pytest.approx(11.1)
-
-
 def test_bytes_are_counted_where_they_pass(links):
-    links.send(0, 1, 0.0, 5)
+    links.upload(0, 0.0, 5)
     links.upload(0, 0.0, 7)
+    links.download(1, 0.0, 5)
     links.download(1, 0.0, 9)
     assert dict(links.bytes_up) == {0: 12}
     assert dict(links.bytes_down) == {1: 14}
@@ -43,7 +38,8 @@ def test_bytes_are_counted_where_they_pass(links):
 
 def test_links_without_a_rate_have_only_latency():
     links = Links(Swarm(up_mbit=0, down_mbit=0, latency_s=0.1))
-    assert links.send(0, 1, 3.0, 10**12) == pytest.approx(3.1)
+    assert links.upload(0, 3.0, 10**12) == pytest.approx(3.1)
+    assert links.download(1, 3.0, 10**12) == pytest.approx(3.1)
     assert links.spread(3.0, {1: 10**12, 2: 10**12}, [0]) == pytest.approx({1: 3.1, 2: 3.1})
     assert links.bytes_up[0] == 3 * 10**12
 
