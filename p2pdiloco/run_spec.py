@@ -101,7 +101,7 @@ class OuterSpec(Struct, frozen=True):
     eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.8
     policy: Annotated[str, Meta(pattern="^quorum$")] = "quorum"
     deadline_passes: Annotated[float, Meta(gt=0, le=100)] = 1.5
-    codec: Annotated[str, Meta(pattern="^(fp16|int4)$")] = "int4"
+    codec: Annotated[str, Meta(pattern="^(fp16|int4|topk(32|64|128))$")] = "int4"
     error_feedback_beta: Fraction = 1.0
     fragments: Annotated[int, Meta(ge=1, le=1)] = 1
 

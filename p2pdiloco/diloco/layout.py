@@ -1,4 +1,4 @@
-"""How a model's tensors lie in one flat float32 array, and which of them a codec sends in blocks."""
+"""How a model's tensors lie in one flat float32 array, and which a codec sends in blocks or chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from p2pdiloco.rules.delta_layout import BLOCK, in_blocks
+from p2pdiloco.rules.delta_layout import BLOCK, CHUNK, is_raw, is_sparse
 from p2pdiloco.run_spec import TensorSpec
 
 Array = npt.NDArray[np.float32]
@@ -19,7 +19,7 @@ class Run(NamedTuple):
 
     start: int  # first value in the flat array
     size: int  # values
-    place: int  # first block, or first raw value, in the blob
+    place: int  # first block or chunk, or first raw value, in the blob
 
     @property
     def stop(self) -> int:
@@ -27,31 +27,40 @@ class Run(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """`blocked` runs come in blocks of 128 values, the last padded with zeros; `raw` ones as float16."""
+    """`coded` runs come in blocks of 128 values (int4) or chunks of 4096 (topk); `raw` ones as float16.
+
+    A run's last block is padded with zeros, its last chunk is shorter.
+    """
 
     params: int
-    blocked: tuple[Run, ...]
+    coded: tuple[Run, ...]
     raw: tuple[Run, ...]
-    blocks: int
+    blocks: int  # or chunks
     raw_values: int
 
 
 @lru_cache(maxsize=16)
 def layout_of(codec: str, tensors: tuple[TensorSpec, ...]) -> Layout:
-    """The layout of a delta (rules/delta_layout.py). Neighbours that need no padding become one run."""
-    blocked: list[Run] = []
+    """The layout of a delta (rules/delta_layout.py). Neighbours without a part of a block become one run."""
+    unit = CHUNK if is_sparse(codec) else BLOCK
+    coded: list[Run] = []
     raw: list[Run] = []
     start = blocks = raw_values = 0
     for tensor in tensors:
-        if in_blocks(codec, tensor):
-            whole = not blocked or blocked[-1].size % BLOCK == 0
-            _extend(blocked, Run(start, tensor.size, blocks), joins=whole)
-            blocks += -(-tensor.size // BLOCK)
-        else:
+        if is_raw(codec, tensor):
             _extend(raw, Run(start, tensor.size, raw_values), joins=True)
             raw_values += tensor.size
+        else:
+            whole = not coded or coded[-1].size % unit == 0
+            _extend(coded, Run(start, tensor.size, blocks), joins=whole)
+            blocks += -(-tensor.size // unit)
         start += tensor.size
-    return Layout(start, tuple(blocked), tuple(raw), blocks, raw_values)
+    return Layout(start, tuple(coded), tuple(raw), blocks, raw_values)
+
+
+def sparse_runs(codec: str, tensors: tuple[TensorSpec, ...]) -> tuple[Run, ...]:
+    """The coordinates of which a delta holds a few: those that `merge` averages over their senders."""
+    return layout_of(codec, tensors).coded if is_sparse(codec) else ()
 
 
 def _extend(runs: list[Run], run: Run, *, joins: bool) -> None:
