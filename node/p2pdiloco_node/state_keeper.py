@@ -20,6 +20,7 @@ import numpy as np
 from p2pdiloco import limits
 from p2pdiloco.diloco.compress import Origin, decode, origin_of
 from p2pdiloco.diloco.global_state import GlobalState, chunks_of, put_chunk, roots_of
+from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
@@ -222,7 +223,7 @@ class DiskStateKeeper:
                 raise PeerError("BAD_SHAPE", f"delta {short(digest)} is of another peer or sequence")
             decode(outer.codec, data, tensors, out)
 
-        mean = merge(step, self._params, load)
+        mean = merge(step, self._params, load, sparse_runs(outer.codec, tensors))
         state = self._state.copy()
         apply_outer_step(state, mean, step.scalars, outer.mu)
         return state

@@ -24,6 +24,7 @@ from p2pdiloco import limits
 from p2pdiloco.diloco.compress import decode as decode_delta
 from p2pdiloco.diloco.compress import origin_of
 from p2pdiloco.diloco.global_state import GlobalState, put_chunk, roots_of
+from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
@@ -374,7 +375,8 @@ class _Replay:
             if origin_of(data) != (listed.peer, listed.sequence):
                 raise PeerError("BAD_SHAPE", f"the delta {short(digest)} is of another peer or sequence")
 
-        mean = merge(step, spec.model.params, load)
+        over_senders = sparse_runs(spec.outer.codec, spec.model.tensors)
+        mean = merge(step, spec.model.params, load, over_senders)
         self.deltas += len(step.contributions)
         reason = check_outer_step(before, spec, step, norms, relative=RELATIVE)
         if reason is not None:

@@ -2,6 +2,10 @@
 
 g = sum_i w_i * clip_i * delta_i / sum_i w_i (algorithm.md 4). Digest order, each product, each sum and the
 quotient rounded to float32 by itself: arrival order changes no bit, and no machine fuses two of them.
+
+Where deltas are sparse, each coordinate is averaged over those who sent it (algorithm.md 7): the divisor is
+the sum of their w_i, a third array. Sent is what decodes to something else than zero; what nobody sent is 0
+in the mean.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from typing import Protocol
 
 import numpy as np
 
-from p2pdiloco.diloco.layout import Array
+from p2pdiloco.diloco.layout import Array, Run
 from p2pdiloco.wire.log import OuterStep
 
-CHUNK = 1 << 16  # values at a time: 256 KiB each of both arrays stay in the cache
+CHUNK = 1 << 16  # values at a time: 256 KiB each of the arrays stay in the cache
 
 
 class Load(Protocol):
@@ -25,11 +29,18 @@ class Load(Protocol):
 class Mean:
     """Adds up deltas in the order given; the caller sees to digest order, the log entry already has it."""
 
-    def __init__(self, params: int) -> None:
+    def __init__(self, params: int, over_senders: tuple[Run, ...] = ()) -> None:
+        """`over_senders`: coordinates averaged over their senders, in general `sparse_runs`."""
         self.sum: Array = np.zeros(params, np.float32)
+        self._runs = over_senders
+        self._sent: Array = np.zeros(params if over_senders else 0, np.float32)  # senders' weights
 
     def add(self, delta: Array, *, weight: float, clip: float) -> None:
         """Add `delta` (float32 [params], overwritten) with its declared weight and clip."""
+        for run in self._runs:
+            for first in range(run.start, run.stop, CHUNK):
+                here = slice(first, min(first + CHUNK, run.stop))
+                self._sent[here] += np.float32(weight) * (delta[here] != 0)
         factor = np.float32(weight) * np.float32(clip)
         for first in range(0, len(delta), CHUNK):
             part = delta[first : first + CHUNK]
@@ -37,21 +48,30 @@ class Mean:
             self.sum[first : first + CHUNK] += part
 
     def divide(self, weight_sum: float) -> Array:
-        """The mean, float32 [params], by the declared sum of weights. Clips are not in the divisor."""
+        """The mean, float32 [params], by the declared sum of weights, or by the weights of a coordinate's
+        senders. Clips are not in the divisor.
+        """
         assert weight_sum > 0, "nothing to merge: the plan must be None (never 0/0)"
-        self.sum /= np.float32(weight_sum)
+        if not self._runs:
+            self.sum /= np.float32(weight_sum)
+            return self.sum
+        for first in range(0, len(self.sum), CHUNK):
+            divisor = self._sent[first : first + CHUNK]
+            # Outside of the runs; inside, where nobody sent anything and the sum is 0.
+            divisor[divisor == 0] = np.float32(weight_sum)
+            self.sum[first : first + CHUNK] /= divisor
         return self.sum
 
 
-def merge(step: OuterStep, params: int, load: Load) -> Array:
+def merge(step: OuterStep, params: int, load: Load, over_senders: tuple[Run, ...] = ()) -> Array:
     """The mean g of an outer step's contributions, float32 [params].
 
-    `load` is called once for each delta, in digest order.
+    `load` is called once for each delta, in digest order. `over_senders`: the run's `sparse_runs`.
 
     Raises:
         PeerError: what `load` raises for a delta that does not decode.
     """
-    mean = Mean(params)
+    mean = Mean(params, over_senders)
     room: Array = np.empty(params, np.float32)
     for c in step.contributions:
         load(c.delta, room)
