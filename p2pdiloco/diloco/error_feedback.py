@@ -3,6 +3,9 @@
 At send: e <- beta e + delta; q = decode(encode(e)); e <- e - q; pending[digest] = q. "Subtract when
 accepted" would diverge with two deltas in flight. With beta = 1 nothing is lost: what was settled as listed
 or dropped, plus pending, plus e, is the sum of all pseudo-gradients.
+
+In flight, which the anchor lacks, is q where the codec is dense, and the raw pseudo-gradient where it is
+sparse: q holds a few of its coordinates, and the node's view would lose the others (algorithm.md 3).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from p2pdiloco import limits
-from p2pdiloco.diloco.compress import Origin, decode, encode
+from p2pdiloco.diloco.compress import Origin, decode, encode, is_sparse
 from p2pdiloco.diloco.layout import Array
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import DIGEST_BYTES, Digest, digest_of
@@ -31,14 +34,25 @@ class Sent(NamedTuple):
 class ErrorFeedback:
     """One node's `e` (float32 [params]) and its pending deltas by digest, oldest first.
 
-    Memory: one array for e and one for each delta in flight. Nothing here is sent to anybody; all of it
-    belongs to the checkpoint's one manifest.
+    Memory: one array for e and one for each delta in flight, two where the codec is sparse. Nothing here is
+    sent to anybody; all of it belongs to the checkpoint's one manifest.
     """
 
-    def __init__(self, params: int, *, beta: float = 1.0) -> None:
+    def __init__(
+        self,
+        params: int,
+        *,
+        beta: float = 1.0,
+        in_flight_max: int = limits.in_flight_max,
+        enabled: bool = True,
+    ) -> None:
+        """`enabled` False: e stays zero, what a codec loses is lost (to compare with; lab only)."""
         self.e: Array = np.zeros(params, np.float32)
         self.pending: dict[Digest, Array] = {}
+        self.raw: dict[Digest, Array] = {}  # of those in `pending` whose codec is sparse
         self.beta = beta
+        self._in_flight_max = in_flight_max
+        self._enabled = enabled
 
     def send(
         self,
@@ -53,51 +67,63 @@ class ErrorFeedback:
 
         Raises:
             PeerError: NOT_FINITE, from the codec: the trainer went astray.
-            AssertionError: a third delta in flight; the trainer must prolong its pass instead.
+            AssertionError: more in flight than is allowed; the trainer must prolong its pass instead.
         """
-        assert len(self.pending) < limits.in_flight_max, "two deltas are in flight already"
+        assert len(self.pending) < self._in_flight_max, f"{len(self.pending)} deltas are in flight already"
         e = self.e * np.float32(self.beta)
         e += delta
         blob = encode(codec, e, tensors, origin)
         decoded = decode(codec, blob, tensors)
         digest = digest_of(blob)
         assert digest not in self.pending, "a sequence used twice"
-        e -= decoded
-        self.e = e
+        if self._enabled:
+            e -= decoded
+            self.e = e
         self.pending[digest] = decoded
+        if is_sparse(codec):
+            self.raw[digest] = delta.copy()
         return Sent(digest, blob, decoded)
 
     def listed(self, digest: Digest) -> None:
         """An entry lists it: it stays subtracted."""
-        self.pending.pop(digest, None)
+        self._settle(digest)
 
     def passed_over(self, digest: Digest) -> None:
         """A later delta of ours was listed before it, so it never will be: its content goes back, once."""
-        decoded = self.pending.pop(digest, None)
-        if decoded is not None:
+        decoded = self._settle(digest)
+        if decoded is not None and self._enabled:
             self.e += decoded
 
     def dropped(self, digest: Digest) -> None:
         """Refused or too late: its content is lost (a late delta must not return disguised as fresh)."""
-        self.pending.pop(digest, None)
+        self._settle(digest)
 
     def clear(self) -> None:
         """Not finite, or absent beyond staleness_max: nothing of the past is sent any more."""
         self.e = np.zeros_like(self.e)
         self.pending.clear()
+        self.raw.clear()
+
+    def parts_in_flight(self) -> list[Array]:
+        """Of each pending delta what the anchor lacks (section 3), oldest first; do not write to them."""
+        return [self.raw.get(digest, decoded) for digest, decoded in self.pending.items()]
 
     def in_flight(self) -> Array:
-        """Sum of the pending deltas, float32 [params], oldest first: what the anchor lacks (section 3)."""
+        """The sum of the parts in flight, float32 [params], a new array."""
         total = np.zeros_like(self.e)
-        for decoded in self.pending.values():
-            total += decoded
+        for part in self.parts_in_flight():
+            total += part
         return total
 
     def to_arrays(self) -> dict[str, Array]:
-        """For the checkpoint: "e", and "pending/<place>/<digest in hex>" for each delta in flight."""
+        """For the checkpoint: "e", and of each delta in flight "pending/<place>/<digest in hex>"; where its
+        codec is sparse also "raw/<place>/<digest in hex>".
+        """
         arrays = {"e": self.e}
         for place, (digest, decoded) in enumerate(self.pending.items()):
             arrays[f"pending/{place}/{digest.hex()}"] = decoded
+            if digest in self.raw:
+                arrays[f"raw/{place}/{digest.hex()}"] = self.raw[digest]
         return arrays
 
     @classmethod
@@ -108,6 +134,7 @@ class ErrorFeedback:
             PeerError: BAD_SHAPE: the checkpoint is of another model, or was written by something else.
         """
         feedback = cls(params, beta=beta)
+        kinds = {"pending": feedback.pending, "raw": feedback.raw}
         for name in sorted(arrays):
             array = arrays[name]
             if array.shape != (params,) or array.dtype != np.float32:
@@ -120,9 +147,14 @@ class ErrorFeedback:
                 raw = bytes.fromhex(digest)
             except ValueError:
                 raise PeerError("BAD_SHAPE", f"an array named {name[:80]!r}") from None
-            if kind != "pending" or len(raw) != DIGEST_BYTES:
+            if kind not in kinds or len(raw) != DIGEST_BYTES:
                 raise PeerError("BAD_SHAPE", f"an array named {name[:80]!r}")
-            feedback.pending[Digest(raw)] = array.copy()
-        if "e" not in arrays or len(feedback.pending) > limits.in_flight_max:
+            kinds[kind][Digest(raw)] = array.copy()
+        whole = "e" in arrays and feedback.raw.keys() <= feedback.pending.keys()
+        if not whole or len(feedback.pending) > limits.in_flight_max:
             raise PeerError("BAD_SHAPE", "not the arrays of an error feedback")
         return feedback
+
+    def _settle(self, digest: Digest) -> Array | None:
+        self.raw.pop(digest, None)
+        return self.pending.pop(digest, None)

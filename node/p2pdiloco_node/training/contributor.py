@@ -2,7 +2,8 @@
 
 Sequence, cursor, error feedback and in flight are one durable record, written before a header leaves. On
 disk it is two generations of `record.N` (a digest, then MessagePack), each naming the file with its `e`;
-what is in flight is decoded from the delta's own blob, because dense codecs send what they keep. The record
+what is in flight is decoded from the delta's own blob, because dense codecs send what they keep. A sparse one
+does not: there the raw pseudo-gradient of each delta in flight lies beside it, as `raw.SEQUENCE`. The record
 is written last: until it is there, the one before holds, and nothing of a pass has happened.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from p2pdiloco import limits
-from p2pdiloco.diloco.compress import Origin
+from p2pdiloco.diloco.compress import Origin, is_sparse
 from p2pdiloco.diloco.compress import decode as decode_delta
 from p2pdiloco.diloco.error_feedback import ErrorFeedback
 from p2pdiloco.errors import PeerError, TransportError
@@ -53,6 +54,8 @@ class Record(Struct, frozen=True):
     feedback_digest: Bytes32
     in_flight: Annotated[tuple[DeltaHeader, ...], Meta(max_length=limits.in_flight_max)]
     emptied: Count = 0  # what is in flight up to this sequence has lost its content here (NOT_FINITE)
+    raw: Annotated[tuple[Bytes32, ...], Meta(max_length=limits.in_flight_max)] = ()
+    # ^ digests of the raw pseudo-gradients, one for each of `in_flight`; none where the codec is dense
 
 
 class AnchorView(NamedTuple):
@@ -85,6 +88,7 @@ class DiskContributor:
         self._lock = threading.Lock()
         self._feedback = ErrorFeedback(spec.model.params, beta=spec.outer.error_feedback_beta)
         self._headers: dict[Digest, DeltaHeader] = {}
+        self._raw: dict[Digest, Digest] = {}  # of what is in flight: its raw file's digest
         self._record = Record(0, 0, 0, 0, bytes(32), ())
         self._emptied = 0  # as in the record
         self._overtaken = 0  # numbers that a pass on its way may carry although the log has used them
@@ -157,13 +161,17 @@ class DiskContributor:
             )
             self._headers[sent.digest] = header
             try:
+                if sent.digest in self._feedback.raw:
+                    raw = _bytes_of(self._feedback.raw[sent.digest])
+                    self._write(self._raw_file(header), raw)
+                    self._raw[sent.digest] = digest_of(raw)
                 self._blobs.put(sent.digest, sent.blob)
                 self._save(done.sequence, done.data_first + done.data_count, e_changed=True)
             except BaseException:
                 # Not durable, so it never was: the record on disk does not know it either.
                 self._feedback.e = before
                 self._feedback.dropped(sent.digest)
-                del self._headers[sent.digest]
+                self._forget(sent.digest)
                 raise
             return header
 
@@ -184,7 +192,7 @@ class DiskContributor:
                 case Settled.NOT_FINITE:
                     self._empty()
                     e_changed = True
-            del self._headers[delta]
+            self._forget(delta)
             self._save(self._record.sequence, self._record.cursor, e_changed=e_changed)
 
     def go_back(self) -> None:
@@ -197,6 +205,10 @@ class DiskContributor:
             self._empty()
             self._save(self._record.sequence, self._record.cursor, e_changed=True)
 
+    def _forget(self, delta: Digest) -> None:
+        del self._headers[delta]
+        self._raw.pop(delta, None)
+
     def _empty(self) -> None:
         self._feedback.clear()
         self._emptied = self._record.sequence
@@ -206,6 +218,7 @@ class DiskContributor:
         with self._lock:
             self._feedback.clear()
             self._headers.clear()
+            self._raw.clear()
             self._save(self._record.sequence, self._record.cursor, e_changed=True)
 
     def in_flight(self) -> list[DeltaHeader]:
@@ -214,19 +227,19 @@ class DiskContributor:
             return list(self._headers.values())
 
     def anchor(self, params: Array) -> Array:
-        """G - sum(in_flight), a new array."""
+        """G - sum(in_flight), a new array: raw or decoded, as the codec is sparse or dense."""
         return self.view(params).anchor
 
     def view(self, params: Array) -> AnchorView:
         """The anchor for `params` (params,), together with what it accounts for, at one moment."""
         with self._lock:
-            pending = list(self._feedback.pending.values())
+            parts = self._feedback.parts_in_flight()
             sequence = self._record.sequence
             steps = sum(self._headers[delta].steps for delta in self._feedback.pending)
-        # Outside the lock: pending arrays are never written to.
+        # Outside the lock: arrays in flight are never written to.
         anchor = params.copy()
-        for decoded in pending:
-            anchor -= decoded
+        for part in parts:
+            anchor -= part
         return AnchorView(anchor, sequence, steps * self._spec.tokens_per_inner_step)
 
     # Disk.
@@ -235,20 +248,27 @@ class DiskContributor:
         generation = self._record.generation + 1
         feedback, digest = self._record.feedback, self._record.feedback_digest
         if e_changed:
-            e = np.ascontiguousarray(self._feedback.e, dtype="<f4").data.cast("B")
+            e = _bytes_of(self._feedback.e)
             self._write(self._folder / f"e.{generation}", e)
             feedback, digest = generation, digest_of(e)
         headers = tuple(self._headers.values())
-        record = Record(generation, sequence, cursor, feedback, digest, headers, self._emptied)
+        raw = tuple(self._raw[delta] for delta in self._headers if delta in self._raw)
+        record = Record(generation, sequence, cursor, feedback, digest, headers, self._emptied, raw)
         data = encode(record)
         self._write(self._folder / f"record.{generation}", digest_of(data) + data)
         previous, self._record = self._record, record
-        self._remove_but({record.generation, previous.generation}, {record.feedback, previous.feedback})
+        self._remove_but(
+            {
+                "record": {record.generation, previous.generation},
+                "e": {record.feedback, previous.feedback},
+                "raw": {header.sequence for r in (record, previous) for header in r.in_flight},
+            }
+        )
 
-    def _remove_but(self, records: set[int], feedbacks: set[int]) -> None:
+    def _remove_but(self, files: dict[str, set[int]]) -> None:
         for path in self._folder.iterdir():
             kind, _, number = path.name.partition(".")
-            kept = records if kind == "record" else feedbacks if kind == "e" else None
+            kept = files.get(kind)
             if kept is not None and number.isdecimal() and int(number) not in kept:
                 path.unlink(missing_ok=True)
 
@@ -271,7 +291,7 @@ class DiskContributor:
             # Generations never go back, or an old file could be taken for a new one.
             self._record = Record(
                 found[0], record.sequence + skipped, record.cursor, record.feedback, record.feedback_digest,
-                record.in_flight, record.emptied,
+                record.in_flight, record.emptied, record.raw,
             )  # fmt: skip
             return
         if found:
@@ -288,17 +308,21 @@ class DiskContributor:
             if digest_of(data[32:]) != data[:32]:
                 return None
             record = decode(data[32:], Record)
-            params = self._spec.model.params
-            e = np.zeros(params, np.float32)
+            e = np.zeros(self._spec.model.params, np.float32)
             if record.feedback:
-                e = np.fromfile(self._folder / f"e.{record.feedback}", "<f4", params + 1)
-                if e.size != params or digest_of(e.data.cast("B")) != record.feedback_digest:
-                    return None
+                e = self._read_array(self._folder / f"e.{record.feedback}", record.feedback_digest)
+            if len(record.raw) != (len(record.in_flight) if is_sparse(self._spec.outer.codec) else 0):
+                raise PeerError("BAD_SHAPE", f"{len(record.raw)} raw deltas of {len(record.in_flight)}")
+            raw = {
+                Digest(header.delta): (Digest(digest), self._read_array(self._raw_file(header), digest))
+                for header, digest in zip(record.in_flight, record.raw, strict=False)
+            }
         except (OSError, PeerError):
             return None
-        self._feedback.e = e.astype(np.float32, copy=False)
-        self._feedback.pending.clear()
+        self._feedback.clear()
+        self._feedback.e = e
         self._headers.clear()
+        self._raw.clear()
         for header in record.in_flight:
             delta = Digest(header.delta)
             try:
@@ -308,6 +332,26 @@ class DiskContributor:
                 continue
             if header.sequence > record.emptied:
                 self._feedback.pending[delta] = decoded
+                if delta in raw:
+                    self._feedback.raw[delta] = raw[delta][1]
             self._headers[delta] = header
+            if delta in raw:
+                self._raw[delta] = raw[delta][0]
         self._emptied = record.emptied
         return record
+
+    def _raw_file(self, header: DeltaHeader) -> Path:
+        return self._folder / f"raw.{header.sequence}"
+
+    def _read_array(self, path: Path, digest: bytes) -> Array:
+        """Float32 [params]. Raises: OSError; PeerError: BAD_DIGEST where it is not what was written."""
+        params = self._spec.model.params
+        array = np.fromfile(path, "<f4", params + 1)
+        if array.size != params or digest_of(array.data.cast("B")) != digest:
+            raise PeerError("BAD_DIGEST", path.name)
+        return array.astype(np.float32, copy=False)
+
+
+def _bytes_of(array: Array) -> memoryview:
+    """Float32 little-endian, without a copy where the machine is."""
+    return np.ascontiguousarray(array, dtype="<f4").data.cast("B")
