@@ -201,7 +201,7 @@ def _refuse_unknown(
     for key in table:
         if key in spelt or key in known:
             continue
-        hint = nearest(key, spelt) or _elsewhere(key)
+        hint = _elsewhere(key) or nearest(key, spelt)
         raise OperatorError(f"{where}: there is no key {above}{key}{hint or '.'}", code)
 
 
@@ -210,7 +210,7 @@ def _elsewhere(key: str) -> str:
     for section, kind in SECTIONS.items():
         if key in kind.__struct_fields__ or SPELT.get(key) in kind.__struct_fields__:
             return f"; did you mean '{section}.{key}'?"
-    return f"; known are {', '.join(SECTIONS)}." if not key.strip() else ""
+    return ""
 
 
 def _said(field: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from p2pdiloco_node.lab.report import SEEDS_FOR_A_CLAIM, GapRow, Spread, Summary
 from p2pdiloco_node.lab.study import Study
 
-ARM_CHARS = 20  # of an arm's name in the text
+COLUMNS = 100
+ARM_CHARS = 16  # of an arm's name in the text
 SPEEDS_SHOWN_MAX = 24  # rows by speed; beyond, the JSON has them
 
 
@@ -40,7 +42,7 @@ def in_words(study: Study, summary: Summary) -> str:
     lines = [study.question] if study.question else []
     for table in tables_of(study, summary):
         lines += ["", table.title, *_columns(table)]
-        lines += [table.note] if table.note else []
+        lines += [textwrap.fill(table.note, COLUMNS)] if table.note else []
     return "\n".join([*lines, *_claims(study, summary)]).strip("\n")
 
 
@@ -70,7 +72,7 @@ def _outcome_table(summary: Summary) -> Table:
     note = "loss: held out, nats per token; stale: rounds, mean by tokens, and the highest; time is virtual."
     entropies = [f"{r.arm} {r.expert_entropy:.3f}" for r in summary.arms if r.expert_entropy is not None]
     if entropies:
-        note += f"\nEntropy of the experts' load, as a share of an even one: {', '.join(entropies)}."
+        note += f" Entropy of the experts' load, as a share of an even one: {', '.join(entropies)}."
     return Table("What came out", tuple(head), tuple(rows), note if learns else note.partition("; ")[2])
 
 
@@ -93,7 +95,7 @@ def _traffic_table(summary: Summary) -> Table:
         ("arm", "up/round", "down/round", "up/version", "down/version", "up", "down", "data parallel"),
         rows,
         "round: a pass of everybody; version: one outer step; data parallel: a bf16 ring all-reduce "
-        "at each\nstep, same tokens, over ours, upwards.",
+        "at each step, same tokens, over ours, upwards.",
     )
 
 
@@ -103,7 +105,7 @@ def _gap_table(summary: Summary) -> Table:
         ("arm", "seeds", "gap, nats", "sd", "upper 90 %", "perplexity", "time", "time to its loss"),
         tuple(_gap_cells(gap) for gap in summary.gaps),
         "upper 90 %: one-sided bound of the mean gap (Student's t); time: of the whole run, over the "
-        "reference's;\ntime to its loss: to the reference's last loss on the way, as a ratio too.",
+        "reference's; time to its loss: to the reference's last loss on the way, as a ratio too.",
     )
 
 
@@ -173,7 +175,9 @@ def _columns(table: Table) -> list[str]:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= ARM_CHARS else name[: ARM_CHARS - 1] + "…"
+    """Names that are too long often differ at their end."""
+    half = ARM_CHARS // 2
+    return name if len(name) <= ARM_CHARS else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def _loss(loss: Spread | None) -> str:
