@@ -128,7 +128,8 @@ class Lab:
         self._evaluate(final=False)
         for node in self.nodes:
             node.member = True
-            self.clock.at(self.chance.random() * e.swarm.stagger * e.pass_s, partial(self.churn.start, node, fresh=True))
+            start_s = self.chance.random() * e.swarm.stagger * e.pass_s
+            self.clock.at(start_s, partial(self.churn.start, node, fresh=True))
         while self.tokens < e.target_tokens and self.clock.advance(end_s):
             if self.clock.now - self._last_step_at > STALL_PASSES * e.pass_s + e.swarm.repair_s:
                 raise OperatorError(
@@ -141,6 +142,16 @@ class Lab:
             node.end()
         self._evaluate(final=True)
         return self._result(seed)
+
+    def upload(self, sender: LabNode, size: int) -> float:
+        """A delta goes to every voter, one after the other. Returns: when the last one has it.
+
+        The witness is a voter beside the nodes; its tracker's link is not the bottleneck.
+        """
+        now = self.clock.now
+        receivers = [v for v in self._voters() if v is not sender]
+        arrival = self.links.upload(sender.index, now, size * (len(receivers) + 1))
+        return max([arrival, *(self.links.download(v.index, now, size) for v in receivers)])
 
     def delta_arrived(self, number: int, held: Held) -> None:
         self.ledgers[number].arrived(held)
@@ -217,11 +228,15 @@ class Lab:
         self.consider(number)
 
     def _spread(self, number: int, step: OuterStep) -> None:
-        """Every follower downloads what the entry lists and is not its own."""
+        """Every follower downloads what the entry lists and is not its own; voters have it already."""
         ledger, now = self.ledgers[number], self.clock.now
         size = self.delta_bytes(number, self.codec_now(number))
         listed = {c.peer for c in step.contributions}
-        wanted = {n.index: size * (len(listed) - (n.peer in listed)) for n in self.nodes if n.up}
+        voters = {v.index for v in self._voters()}
+        wanted = {
+            n.index: 0 if n.index in voters else size * (len(listed) - (n.peer in listed))
+            for n in self.nodes if n.up
+        }  # fmt: skip
         if not wanted:
             return
         arrivals = self.links.spread(now, wanted, list(wanted))
@@ -251,7 +266,7 @@ class Lab:
     def _voters(self) -> list[LabNode]:
         """The witness has a seat; the others are taken by those who joined first."""
         up = sorted((n for n in self.nodes if n.up), key=lambda n: (n.joined_at, n.index))
-        return up[: max(1, self.e.swarm.committee - 1)]
+        return up[: self.e.swarm.committee - 1]
 
     def _hand_over(self) -> None:
         self._aggregator += 1

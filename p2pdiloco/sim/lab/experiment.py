@@ -1,4 +1,4 @@
-"""An experiment: everything that a lab run depends on besides its seed. Sections and keys are those of the file.
+"""An experiment: all that a lab run depends on besides its seed. Sections and keys are those of the file.
 
 Time is virtual: `step_s` seconds are one inner step of a node of speed 1. Keys marked "lab only" have no
 counterpart in a RunSpec: they are here to be compared with, and what does not win stays here.
@@ -171,6 +171,10 @@ def check_experiment(e: Experiment) -> None:
         refuse('outer.policy "data_parallel" is the reference for loss: choose a model.kind other than none.')
     if e.outer.expert_weights and e.model.kind != "mixtral":
         refuse('outer.expert_weights needs model.kind = "mixtral".')
+    if e.outer.expert_weights and e.outer.fragments > 1:
+        refuse("outer.expert_weights and outer.fragments do not go together: tokens are counted by the pass.")
+    if e.outer.direction_correction and e.outer.mu == 0:
+        refuse("outer.direction_correction turns deltas towards the momentum: set outer.mu above 0.")
     if e.model.hidden_size % e.model.heads:
         refuse("model.hidden_size must be a multiple of model.heads.")
     if e.model.experts_per_token > e.model.experts:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from p2pdiloco.diloco.layout import Array
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId
 from p2pdiloco.rules.caps import capped_tokens
@@ -20,7 +18,7 @@ from p2pdiloco.rules.outer_step import Candidate, plan_outer_step, too_late
 from p2pdiloco.rules.state import RulesState, after_outer_step, genesis_state, last_sequence
 from p2pdiloco.run_spec import RunSpec, TensorSpec
 from p2pdiloco.sim.lab.experiment import Outer
-from p2pdiloco.sim.lab.merging import merge_listed
+from p2pdiloco.sim.lab.merging import merge_listed, untrained
 from p2pdiloco.sim.lab.outer_optimizers import make_optimizer
 from p2pdiloco.sim.lab.policies import decide
 from p2pdiloco.wire.log import Left, OuterStep
@@ -102,15 +100,15 @@ class Ledger:
         if self.params is not None:
             assert self.optimizer is not None
             chosen = [self.held[Digest(c.delta)] for c in step.contributions]
-            # The merge may write into what it is given; a delta may also be in its sender's memory.
-            deltas = [np.copy(h.decoded) for h in chosen if h.decoded is not None]
-            mean = merge_listed(
-                self._outer, step, deltas, self._tensors, self.optimizer.momentum,
-                [h.expert_tokens for h in chosen],
-            )  # fmt: skip
+            deltas = [h.decoded for h in chosen if h.decoded is not None]
+            experts = [h.expert_tokens for h in chosen]
+            mean = merge_listed(self._outer, step, deltas, self._tensors, self.optimizer.momentum, experts)
             # Whoever adopts an older version still holds the old array.
             params = self.params.copy()
             self.optimizer.step(params, mean, step)
+            if self._outer.expert_weights:
+                for part in untrained(self._tensors, experts):
+                    params[part] = self.params[part]
             self.params = params
         listed = frozenset(PeerId(c.peer) for c in step.contributions)
         self._spreads = self._spreads.learn(

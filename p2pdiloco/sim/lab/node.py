@@ -160,7 +160,7 @@ class LabNode:
         """The next step begins; without arrays, as many at once as the pass still has."""
         steps = 1
         if self.trainer is None and not self.waiting:
-            part = min(self.parts, key=lambda p: self._steps_left(p))
+            part = min(self.parts, key=self._steps_left)
             steps = max(1, self._steps_left(part))
         life = self.life
         self._lab.clock.at(
@@ -250,7 +250,8 @@ class LabNode:
         if self.trainer is None:
             digest = Digest(tagged_digest("lab", self.peer, b"%d/%d" % (part.number, part.sequence)))
         else:
-            assert part.anchor is not None and part.feedback is not None
+            assert part.anchor is not None
+            assert part.feedback is not None
             theta = gather(self.trainer.theta, part.fragment)
             delta = part.anchor - theta
             part.anchor = theta.copy()
@@ -294,7 +295,7 @@ class LabNode:
         uploading = part.on_its_way.get(digest, -1.0) > lab.clock.now
         if uploading or lab.ledgers[part.number].knows(flight.held.candidate):
             return  # a voter answers the header, and no blob travels
-        arrival = lab.links.upload(self.index, lab.clock.now, flight.size * swarm.committee)
+        arrival = lab.upload(self, flight.size)
         part.on_its_way = {d: t for d, t in part.on_its_way.items() if d in part.flights}
         part.on_its_way[digest] = arrival + swarm.delta_delay_passes * lab.e.pass_s
         if flight.lost or lab.chance.happens(swarm.delta_loss):
