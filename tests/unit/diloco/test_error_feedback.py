@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.diloco.compress import Origin, decode
+from p2pdiloco.diloco.compress import Origin, decode, encode
 from p2pdiloco.diloco.error_feedback import ErrorFeedback
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import PeerId
@@ -20,15 +20,16 @@ def delta(rng):
     return (rng.standard_normal(PARAMS) * 1e-2).astype(np.float32)
 
 
-def send(feedback, raw, sequence):
-    return feedback.send(raw, "int4", TENSORS, Origin(ME, sequence))
+def send(feedback, raw, sequence, codec="int4"):
+    return feedback.send(raw, codec, TENSORS, Origin(ME, sequence))
 
 
+@pytest.mark.parametrize("codec", ["int4", "topk64"])
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.sampled_from(["send", "listed", "passed_over", "dropped"]), max_size=30), st.integers(0, 99)
 )
-def test_nothing_is_lost_at_any_lag(events, seed):
+def test_nothing_is_lost_at_any_lag(codec, events, seed):
     """Listed + dropped + pending + e is the sum of all pseudo-gradients, in any order of settling."""
     rng = np.random.default_rng(seed)
     feedback = ErrorFeedback(PARAMS)
@@ -39,14 +40,16 @@ def test_nothing_is_lost_at_any_lag(events, seed):
             sequence += 1
             raw = delta(rng)
             total += raw
-            send(feedback, raw, sequence)
+            send(feedback, raw, sequence, codec)
         elif event != "send" and feedback.pending:
             digest = list(feedback.pending)[int(rng.integers(len(feedback.pending)))]
             if event != "passed_over":
                 settled += feedback.pending[digest]
             getattr(feedback, event)(digest)
             getattr(feedback, event)(digest)  # settling twice is settling once
-    assert np.allclose(settled + feedback.in_flight() + feedback.e, total, atol=1e-5)
+    pending = sum(feedback.pending.values(), start=np.zeros(PARAMS))
+    assert np.allclose(settled + pending + feedback.e, total, atol=1e-5)
+    assert (feedback.raw.keys() == feedback.pending.keys()) if codec == "topk64" else not feedback.raw
 
 
 def test_the_rest_stays_small_and_the_mean_sent_is_the_mean_meant():
@@ -66,6 +69,51 @@ def test_receivers_decode_what_is_pending():
     sent = send(feedback, delta(np.random.default_rng(0)), 1)
     assert np.array_equal(decode("int4", sent.blob, TENSORS), feedback.pending[sent.digest])
     assert np.array_equal(feedback.in_flight(), sent.decoded)
+
+
+def test_in_flight_of_a_sparse_codec_is_the_raw_pseudo_gradient():
+    """algorithm.md 3: of the decoded one nearly all is missing, and the node would lose sight of its work."""
+    rng = np.random.default_rng(0)
+    feedback = ErrorFeedback(PARAMS)
+    raws = [delta(rng), delta(rng)]
+    sent = [send(feedback, raw.copy(), s + 1, "topk32") for s, raw in enumerate(raws)]
+    assert np.array_equal(feedback.in_flight(), raws[0] + raws[1])
+    e = feedback.e.copy()
+    feedback.passed_over(sent[0].digest)
+    # Back into e comes what was taken out of it, not the raw one: the rest is there already.
+    assert np.array_equal(feedback.e, e + sent[0].decoded)
+    assert np.array_equal(feedback.in_flight(), raws[1])
+    feedback.listed(sent[1].digest)
+    assert not feedback.in_flight().any()
+
+
+def test_the_array_that_was_sent_may_be_used_again():
+    feedback = ErrorFeedback(PARAMS)
+    raw = delta(np.random.default_rng(0))
+    expected = raw.copy()
+    send(feedback, raw, 1, "topk32")
+    raw[:] = 7
+    assert np.array_equal(feedback.in_flight(), expected)
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk64"])
+def test_without_error_feedback_nothing_is_kept(codec):
+    rng = np.random.default_rng(0)
+    feedback = ErrorFeedback(PARAMS, enabled=False)
+    raw = delta(rng)
+    sent = send(feedback, raw, 1, codec)
+    assert np.array_equal(sent.decoded, decode(codec, encode(codec, raw, TENSORS, Origin(ME, 1)), TENSORS))
+    feedback.passed_over(sent.digest)
+    assert not feedback.e.any()
+    assert not feedback.pending
+
+
+def test_the_bound_on_solo_work_can_be_lifted():
+    feedback = ErrorFeedback(PARAMS, in_flight_max=5)
+    for sequence in range(1, 6):
+        send(feedback, np.zeros(PARAMS, np.float32), sequence)
+    with pytest.raises(AssertionError, match="5 deltas"):
+        send(feedback, np.zeros(PARAMS, np.float32), 6)
 
 
 def test_beta_lets_old_errors_fade():
@@ -104,10 +152,11 @@ def test_clearing_forgets_everything():
     assert not feedback.e.any()
 
 
-def test_a_checkpoint_holds_all_of_it():
+@pytest.mark.parametrize("codec", ["int4", "topk64"])
+def test_a_checkpoint_holds_all_of_it(codec):
     rng = np.random.default_rng(5)
     feedback = ErrorFeedback(PARAMS, beta=0.9)
-    order = [send(feedback, delta(rng), s).digest for s in (1, 2)]
+    order = [send(feedback, delta(rng), s, codec).digest for s in (1, 2)]
     again = ErrorFeedback.from_arrays(feedback.to_arrays(), PARAMS, beta=0.9)
     assert list(again.pending) == order
     assert np.array_equal(again.e, feedback.e)
@@ -115,7 +164,10 @@ def test_a_checkpoint_holds_all_of_it():
     raw = delta(rng)
     for one in (feedback, again):
         one.listed(order[0])
-    assert send(again, raw, 3).blob == send(feedback, raw, 3).blob
+    assert send(again, raw, 3, codec).blob == send(feedback, raw, 3, codec).blob
+    again.passed_over(order[1])
+    feedback.passed_over(order[1])
+    assert np.array_equal(again.e, feedback.e)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +179,7 @@ def test_a_checkpoint_holds_all_of_it():
         {"e": np.zeros(PARAMS, np.float32), "other": np.zeros(PARAMS, np.float32)},
         {"e": np.zeros(PARAMS, np.float32), "pending/0/xyz": np.zeros(PARAMS, np.float32)},
         {"e": np.zeros(PARAMS, np.float32), "pending/0/00ff": np.zeros(PARAMS, np.float32)},
+        {"e": np.zeros(PARAMS, np.float32), "raw/0/" + "00" * 32: np.zeros(PARAMS, np.float32)},
     ],
 )
 def test_other_arrays_are_refused(arrays):

@@ -14,7 +14,7 @@ from p2pdiloco.errors import OperatorError, PeerError, TransportError
 from p2pdiloco.ids import Digest, digest_of
 from p2pdiloco.protocol.actions import Settled
 from p2pdiloco.sim.keys import FastSigner, verify_fast
-from p2pdiloco.sim.tiny_run import PARAMS, TENSORS, tiny_run
+from p2pdiloco.sim.tiny_run import PARAMS, TENSORS, TinyRun, tiny_run
 from p2pdiloco.wire.messages import DeltaHeader
 from p2pdiloco.wire.signing import delta_statement
 from p2pdiloco_node.ports import BlobStore, Contributor, Purpose
@@ -24,6 +24,7 @@ from p2pdiloco_node.training.frames import PassDone
 Floats = npt.NDArray[np.float32]
 OWNER, NODE = FastSigner("owner"), FastSigner("node")
 RUN = tiny_run(OWNER, OWNER.peer_id, codec="int4")
+SPARSE = tiny_run(OWNER, OWNER.peer_id, codec="topk64")
 G: Floats = RUN.params
 
 
@@ -52,8 +53,9 @@ class MemoryBlobs:
 class Disk:
     """A folder and a blob store that outlive the contributor, and a crash at a chosen write."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: TinyRun = RUN) -> None:
         self.folder = folder
+        self.run = run
         self.writes_left = 10**9
         self.error: BaseException = Crash()
         self.store = MemoryBlobs(self._count)
@@ -69,7 +71,7 @@ class Disk:
 
     def start(self) -> DiskContributor:
         blobs: BlobStore = self.store  # type: ignore[assignment]  # the methods that a contributor calls
-        return DiskContributor(self.folder, RUN.run, RUN.spec, NODE, blobs, self.write)
+        return DiskContributor(self.folder, self.run.run, self.run.spec, NODE, blobs, self.write)
 
 
 @pytest.fixture
@@ -77,8 +79,8 @@ def disk(tmp_path: Path) -> Disk:
     return Disk(tmp_path)
 
 
-def raw(seed: int) -> Floats:
-    return (np.random.default_rng(seed).standard_normal(PARAMS) * 0.01).astype(np.float32)
+def raw(seed: int, params: int = PARAMS) -> Floats:
+    return (np.random.default_rng(seed).standard_normal(params) * 0.01).astype(np.float32)
 
 
 def done(sequence: int, first: int = 0) -> PassDone:
@@ -88,7 +90,7 @@ def done(sequence: int, first: int = 0) -> PassDone:
 
 
 def finished(mine: DiskContributor, seed: int, sequence: int, first: int = 0) -> DeltaHeader:
-    header = mine.finish_pass(raw(seed), done(sequence, first))
+    header = mine.finish_pass(raw(seed, mine._feedback.e.size), done(sequence, first))
     assert header is not None
     return header
 
@@ -113,11 +115,12 @@ def test_a_finished_pass_is_a_signed_header_and_a_blob(disk: Disk) -> None:
 
 
 def same(a: DiskContributor, b: DiskContributor) -> bool:
+    params = np.zeros_like(a._feedback.e)
     return (
         a.in_flight() == b.in_flight()
         and a.next_sequence == b.next_sequence
         and a.cursor == b.cursor
-        and bool((a.anchor(G) == b.anchor(G)).all())
+        and bool((a.anchor(params) == b.anchor(params)).all())
         and bool((a._feedback.e == b._feedback.e).all())
     )
 
@@ -133,21 +136,23 @@ def test_a_restart_goes_on_exactly(disk: Disk) -> None:
     assert again.cursor == 8
 
 
+@pytest.mark.parametrize("run", [RUN, SPARSE], ids=["int4", "topk64"])
 @pytest.mark.parametrize("how", [*Settled, "finish", "reset"])
-def test_a_crash_at_every_write_leaves_before_or_after(tmp_path: Path, how: Settled | str) -> None:
+def test_a_crash_at_every_write_leaves_before_or_after(
+    tmp_path: Path, how: Settled | str, run: TinyRun
+) -> None:
     """kill -9 between any two writes (target R4): the record is old or new, never mixed."""
 
     def prepared(folder: Path) -> tuple[Disk, DiskContributor, DeltaHeader]:
         folder.mkdir()
-        disk = Disk(folder)
+        disk = Disk(folder, run)
         mine = disk.start()
-        mine.finish_pass(raw(1), done(1))
-        mine.settle(Digest(mine.in_flight()[0].delta), Settled.LISTED)
+        mine.settle(Digest(finished(mine, 1, 1).delta), Settled.LISTED)
         return disk, mine, finished(mine, 2, 2, 4)
 
     def act(mine: DiskContributor, header: DeltaHeader) -> None:
         if how == "finish":
-            mine.finish_pass(raw(3), done(3, 8))
+            finished(mine, 3, 3, 8)
         elif how == "reset":
             mine.reset()
         else:
@@ -201,25 +206,27 @@ def test_not_finite_changes_nothing(disk: Disk) -> None:
     assert mine.cursor == 4
 
 
-def test_everything_sent_or_settled_or_kept_is_the_sum_of_the_deltas(disk: Disk) -> None:
+@pytest.mark.parametrize("run", [RUN, SPARSE], ids=["int4", "topk64"])
+def test_everything_sent_or_settled_or_kept_is_the_sum_of_the_deltas(tmp_path: Path, run: TinyRun) -> None:
     """algorithm.md 7, beta = 1, through restarts: nothing is lost and nothing is sent twice."""
+    disk, model, codec = Disk(tmp_path, run), run.spec.model, run.spec.outer.codec
     rng = np.random.default_rng(5)
     mine = disk.start()
-    raws, listed = np.zeros(PARAMS), np.zeros(PARAMS)
+    raws, listed = np.zeros(model.params), np.zeros(model.params)
     for sequence in range(1, 30):
         while len(mine.in_flight()) == 2 or (mine.in_flight() and rng.random() < 0.5):
             delta = Digest(mine.in_flight()[0].delta)
             how = Settled.PASSED_OVER if rng.random() < 0.3 else Settled.LISTED
             if how is Settled.LISTED:
-                listed += decode("int4", disk.store.read(delta), TENSORS)
+                listed += decode(codec, disk.store.read(delta), model.tensors)
             mine.settle(delta, how)
             mine.settle(delta, how)  # said twice: counts once
-        mine.finish_pass(raw(sequence), done(sequence))
-        raws += raw(sequence)
+        finished(mine, sequence, sequence)
+        raws += raw(sequence, model.params)
         if rng.random() < 0.3:
             mine = disk.start()
-    in_flight = G - mine.anchor(G)
-    np.testing.assert_allclose(listed + in_flight + mine._feedback.e, raws, atol=1e-5)
+    pending = sum(mine._feedback.pending.values(), start=np.zeros(model.params))
+    np.testing.assert_allclose(listed + pending + mine._feedback.e, raws, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -329,11 +336,61 @@ def test_an_own_delta_whose_blob_is_gone_is_no_longer_in_flight(disk: Disk) -> N
     assert disk.start().in_flight() == [second]
 
 
-def test_the_folder_does_not_grow(disk: Disk) -> None:
-    mine = disk.start()
+@pytest.mark.parametrize(("run", "files"), [(RUN, 4), (SPARSE, 5)], ids=["int4", "topk64"])
+def test_the_folder_does_not_grow(tmp_path: Path, run: TinyRun, files: int) -> None:
+    mine = Disk(tmp_path, run).start()
     for sequence in range(1, 12):
         mine.settle(Digest(finished(mine, sequence, sequence).delta), Settled.LISTED)
-    assert len(list(disk.folder.iterdir())) <= 4
+    assert len(list(tmp_path.iterdir())) <= files
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Disk:
+    return Disk(tmp_path, SPARSE)
+
+
+def test_in_flight_of_a_sparse_codec_is_raw_and_survives(sparse: Disk) -> None:
+    """algorithm.md 3: the blob does not hold what the anchor lacks, so it lies beside the record."""
+    params = SPARSE.spec.model.params
+    mine = sparse.start()
+    first, second = finished(mine, 1, 1), finished(mine, 2, 2, 4)
+    for life in (mine, sparse.start()):
+        np.testing.assert_array_equal(
+            life.anchor(SPARSE.params), SPARSE.params - raw(1, params) - raw(2, params)
+        )
+    again = sparse.start()
+    e = again._feedback.e.copy()
+    q = decode("topk64", sparse.store.read(Digest(first.delta)), SPARSE.spec.model.tensors)
+    again.settle(Digest(first.delta), Settled.PASSED_OVER)
+    for life in (again, sparse.start()):
+        np.testing.assert_array_equal(life._feedback.e, e + q)
+        np.testing.assert_array_equal(life.anchor(SPARSE.params), SPARSE.params - raw(2, params))
+        assert life.in_flight() == [second]
+
+
+def test_a_sparse_delta_that_was_emptied_stays_so(sparse: Disk) -> None:
+    mine = sparse.start()
+    header = finished(mine, 1, 1)
+    mine.go_back()
+    for life in (mine, sparse.start()):
+        assert life.in_flight() == [header]
+        np.testing.assert_array_equal(life.anchor(SPARSE.params), SPARSE.params)
+
+
+@pytest.mark.parametrize("harm", ["changed", "shorter", "gone"])
+def test_a_damaged_raw_file_counts_as_a_damaged_record(sparse: Disk, harm: str) -> None:
+    mine = sparse.start()
+    first = finished(mine, 1, 1)
+    finished(mine, 2, 2, 4)
+    path = sparse.folder / "raw.2"
+    data = bytearray(path.read_bytes())
+    data[9] ^= 1
+    path.unlink()
+    if harm != "gone":
+        path.write_bytes(data if harm == "changed" else data[:-4])
+    again = sparse.start()
+    assert again.in_flight() == [first]
+    assert again.cursor == 4
 
 
 def test_a_third_delta_in_flight_is_our_own_fault(disk: Disk) -> None:
