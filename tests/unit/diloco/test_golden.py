@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from p2pdiloco.diloco import golden
+from p2pdiloco.diloco.compress import decode
 from p2pdiloco.rules.float32 import is_f32
 
 VECTORS = Path(__file__).resolve().parents[2] / "vectors" / "outer_step.json"
@@ -67,6 +68,16 @@ def test_denormals_and_all_scalars_are_in_the_vectors():
         figures = [x for pair in factors for x in pair]
         figures += [getattr(scalars, name) for name in scalars.__struct_fields__]
         assert all(is_f32(x) for x in figures)
+
+
+def test_coordinates_that_none_one_two_and_three_sent_are_in_the_vectors():
+    place = [codec for codec, _, _ in golden.STEPS].index("topk128")
+    blobs = golden.compute_golden().blobs[place]
+    matrix = [decode("topk128", blob, golden.TENSORS)[: golden.PARAMS - 16] for blob in blobs]
+    senders = sum((values != 0).astype(int) for values in matrix)
+    assert set(senders.tolist()) == {0, 1, 2, 3}
+    # A place that was kept with a scale of zero was not sent.
+    assert min(np.count_nonzero(values) for values in matrix) < 130
 
 
 def test_the_written_vectors_are_what_is_computed():
