@@ -49,7 +49,7 @@ def main() -> int:
     copy = best_s(lambda: np.copyto(room, flat), args.seconds)
     print(f"{params:,} params; a plain copy: {flat.nbytes / copy / 1e6:,.0f} MB/s of float32")
     failed = False
-    for codec in ("int4", "fp16"):
+    for codec in ("int4", "fp16", "topk32", "topk64", "topk128"):
         blob = encode(codec, flat, tensors)
         print(f"{codec}: {len(blob) * 8 / params:.4f} bits/param")
         for what, work in (
