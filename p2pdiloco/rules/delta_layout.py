@@ -18,7 +18,7 @@ another's blob as one's own. Everything else about a delta is in its signed Delt
 
 Tensors keep the order of the RunSpec. The size follows from the model alone, so a wrong one is refused
 before a byte is read. That is worth more than zstd, which takes 15 % off int4 (measured on Gaussian values),
-and more than an entropy coder, which takes 6 % off topk64 (docs/adr/0014).
+and more than an entropy coder, which takes 6 to 10 % off topk (docs/adr/0014).
 
 Of a chunk of n values ceil(n k / 4096) are kept: k of a whole one, in proportion of a tensor's last. Each
 2**l consecutive values of a tensor are a bucket, counted through all tensors; so there are as many buckets
