@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.ids import RunId, digest_of, merkle_root
+from p2pdiloco.rules.delta_layout import CODECS
 from p2pdiloco.run_spec import (
     FORMAT,
     MATH_VERSION,
+    OuterSpec,
     RunSpec,
     SignedRunSpec,
     open_run_spec,
@@ -91,6 +93,17 @@ def test_a_field_out_of_range_is_malformed() -> None:
     refused(signed(changed(admission="everybody")), "MALFORMED")
     refused(signed(changed(name="")), "MALFORMED")
     refused(by(encode([*msgspec.to_builtins(TINY.spec, builtin_types=(bytes,)), 1])), "MALFORMED")
+
+
+@pytest.mark.parametrize("codec", ["topk16", "topk", "topk640", "int8", "INT4", ""])
+def test_a_codec_that_nobody_has_is_malformed(codec: str) -> None:
+    refused(signed(changed(outer=OuterSpec(codec=codec))), "MALFORMED")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_may_be_asked_for(codec: str) -> None:
+    spec = changed(outer=OuterSpec(codec=codec))
+    assert open_run_spec(signed(spec), verify_ed25519)[1] == spec
 
 
 @settings(max_examples=60, deadline=None)
