@@ -27,7 +27,15 @@ from p2pdiloco.sim.lab.experiment import Experiment
 from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node.training.corpus import find_files
 
-CORE = ("limits.py", "run_spec.py", "rules", "diloco", "sim/lab")  # of p2pdiloco
+CORE = (
+    "limits.py",
+    "run_spec.py",
+    "rules",
+    "diloco",
+    "sim/lab",
+    "sim/chance.py",
+    "sim/clock.py",
+)  # of p2pdiloco
 MODEL = (  # of p2pdiloco_node, for arms with a model
     "lab/model.py", "lab/networks.py", "lab/text.py",
     "training/inner_loop.py", "training/models.py", "training/data.py", "training/corpus.py",

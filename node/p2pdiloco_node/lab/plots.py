@@ -21,7 +21,7 @@ FORMATS = (".svg", ".png")
 # Okabe and Ito's colours, which colour-blind people tell apart; from the ninth arm on, dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 STYLES = ("-", "--", ":", "-.")
-TOP_SHARE = 0.6  # of the first loss: the start falls so fast that it would hide the differences
+FIRST_FALL = 1  # points left above the picture: the start falls so fast that it would hide the differences
 
 
 def check_plot(file: Path, study: Study) -> None:
@@ -96,13 +96,17 @@ def _draw_arm(
 
 def _dress(by_tokens: Axes, by_time: Axes, drawn: Sequence[Result], unit: str) -> None:
     losses = [p.loss for r in drawn for p in r.curve if math.isfinite(p.loss)]
-    first = max(r.curve[0].loss for r in drawn if math.isfinite(r.curve[0].loss))
-    best, worst = min(losses), max(r.curve[-1].loss for r in drawn)
-    top = max(best + TOP_SHARE * (first - best), min(worst, 2 * first) if math.isfinite(worst) else first)
+    begun = [p.loss for r in drawn for p in r.curve[FIRST_FALL:] if math.isfinite(p.loss)] or losses
+    best, first = min(losses), max(r.curve[0].loss for r in drawn)
+    # An arm that runs away may leave the picture, too.
+    top = min(max(begun), first) if math.isfinite(first) else max(begun)
+    top += 0.05 * (top - best) or 1.0
     by_tokens.set_ylim(best - 0.03 * (top - best), top)
     by_tokens.set_ylabel("held-out loss, nats per token")
     by_tokens.set_xlabel("merged tokens, millions")
     by_time.set_xlabel(f"virtual time, {unit}")
+    by_time.annotate("dots: the end, on more text\nthin lines: seeds", (0.99, 0.98), xycoords="axes fraction",
+                     ha="right", va="top", fontsize=8, color="#555555")  # fmt: skip
     for axes in (by_tokens, by_time):
         axes.set_xlim(left=0)
         axes.grid(visible=True, lw=0.4, alpha=0.5)

@@ -36,7 +36,7 @@ class ArmRow(msgspec.Struct, frozen=True):
     tokens: float
     versions: float
     hours: float  # virtual
-    rounds: float  # full rounds merged
+    passes: float  # of a node; 0 without deltas (data parallel)
     loss: Spread | None
     perplexity: Spread | None
     train_loss: float | None
@@ -46,10 +46,10 @@ class ArmRow(msgspec.Struct, frozen=True):
     rho_mean: float
     bytes_up: float
     bytes_down: float
-    round_bytes_up: float  # per full round: an outer step of everybody
-    round_bytes_down: float
-    version_bytes_up: float  # per outer step, however many nodes are in it
-    version_bytes_down: float
+    pass_bytes_up: float | None  # per pass, so per full round
+    pass_bytes_down: float | None
+    version_bytes_up: float | None  # per outer step, however many nodes are in it
+    version_bytes_down: float | None
     data_parallel_ratio: float | None  # bytes up of data parallel over ours, same tokens
     expert_entropy: float | None
     wall_s: float
@@ -78,7 +78,7 @@ class SpeedRow(msgspec.Struct, frozen=True):
     steps: float  # inner steps of a node
     merged: float  # share of its steps that were merged
     waited: float  # share of the run
-    down: float  # share of the run
+    off: float  # share of the run, dead and coming back
     late: float  # share of its deltas that came too late or were passed over
     bytes_up: float
     bytes_down: float
@@ -137,8 +137,8 @@ def perplexity(loss: float) -> float:
 
 def _arm_row(arm: Experiment, results: list[Result]) -> ArmRow:
     losses = [r.final_loss for r in results if r.final_loss is not None]
-    per_round = arm.swarm.nodes * arm.round_steps * arm.tokens_per_step
-    rounds = _mean(results, lambda r: r.tokens / per_round)
+    deltas = _mean(results, lambda r: statistics.fmean(n.deltas for n in r.nodes) if r.nodes else 0.0)
+    passes = deltas / arm.outer.fragments
     versions = _mean(results, lambda r: r.versions)
     up, down = _mean(results, lambda r: r.bytes_up), _mean(results, lambda r: r.bytes_down)
     entropies = [r.expert_entropy for r in results if r.expert_entropy is not None]
@@ -149,7 +149,7 @@ def _arm_row(arm: Experiment, results: list[Result]) -> ArmRow:
         tokens=_mean(results, lambda r: r.tokens),
         versions=versions,
         hours=_mean(results, lambda r: r.hours),
-        rounds=rounds,
+        passes=passes,
         loss=_spread(losses) if losses else None,
         perplexity=_spread([perplexity(x) for x in losses]) if losses else None,
         train_loss=statistics.fmean(train) if train else None,
@@ -159,10 +159,10 @@ def _arm_row(arm: Experiment, results: list[Result]) -> ArmRow:
         rho_mean=_mean(results, lambda r: r.rho_mean),
         bytes_up=up,
         bytes_down=down,
-        round_bytes_up=up / rounds if rounds else 0.0,
-        round_bytes_down=down / rounds if rounds else 0.0,
-        version_bytes_up=up / versions if versions else 0.0,
-        version_bytes_down=down / versions if versions else 0.0,
+        pass_bytes_up=up / passes if passes else None,
+        pass_bytes_down=down / passes if passes else None,
+        version_bytes_up=up / versions if versions else None,
+        version_bytes_down=down / versions if versions else None,
         data_parallel_ratio=_mean(results, lambda r: r.data_parallel_bytes) / up if up else None,
         expert_entropy=statistics.fmean(entropies) if entropies else None,
         wall_s=_mean(results, lambda r: r.wall_s),
@@ -213,7 +213,7 @@ def _speed_rows(arm: str, results: list[Result]) -> list[SpeedRow]:
                 steps=steps / len(lives),
                 merged=sum(n.merged_steps for n, _ in lives) / steps if steps else 0.0,
                 waited=sum(n.waited_s for n, _ in lives) / seconds if seconds else 0.0,
-                down=sum(n.down_s for n, _ in lives) / seconds if seconds else 0.0,
+                off=sum(n.down_s for n, _ in lives) / seconds if seconds else 0.0,
                 late=sum(n.too_late + n.passed_over for n, _ in lives) / deltas if deltas else 0.0,
                 bytes_up=sum(n.bytes_up for n, _ in lives) / len(lives),
                 bytes_down=sum(n.bytes_down for n, _ in lives) / len(lives),

@@ -71,6 +71,7 @@ def run_live(experiment: Experiment, seed: int, told: Told) -> Result:
     """
     from p2pdiloco.sim.lab.engine import run_experiment
 
+    began = time.monotonic()
     model = None
     if experiment.model.kind != "none":
         from p2pdiloco_node.lab.model import make_model
@@ -78,7 +79,8 @@ def run_live(experiment: Experiment, seed: int, told: Told) -> Result:
         told(0.0, "reading the data")
         model = make_model(experiment, seed)
     rng = np.random.Generator(np.random.PCG64(seed))
-    return run_experiment(experiment, seed, rng, model, told)
+    result = run_experiment(experiment, seed, rng, model, told)
+    return msgspec.structs.replace(result, wall_s=time.monotonic() - began)
 
 
 def run_tasks(tasks: Sequence[Task], *, jobs: int, work: Work = run_live) -> Generator[Heard]:

@@ -80,8 +80,8 @@ def _traffic_table(summary: Summary) -> Table:
     rows = tuple(
         (
             row.arm,
-            size(row.round_bytes_up),
-            size(row.round_bytes_down),
+            size(row.pass_bytes_up),
+            size(row.pass_bytes_down),
             size(row.version_bytes_up),
             size(row.version_bytes_down),
             size(row.bytes_up),
@@ -92,10 +92,10 @@ def _traffic_table(summary: Summary) -> Table:
     )
     return Table(
         "Traffic of a mean node",
-        ("arm", "up/round", "down/round", "up/version", "down/version", "up", "down", "data parallel"),
+        ("arm", "up/pass", "down/pass", "up/version", "down/version", "up", "down", "data parallel"),
         rows,
-        "round: a pass of everybody; version: one outer step; data parallel: a bf16 ring all-reduce "
-        "at each step, same tokens, over ours, upwards.",
+        "pass: from one delta of a node to its next; version: one outer step; data parallel: a bf16 ring "
+        "all-reduce at each step, same tokens, over ours, upwards.",
     )
 
 
@@ -137,7 +137,7 @@ def _speed_table(summary: Summary) -> Table:
             _count(row.steps),
             f"{100 * row.merged:.1f} %",
             f"{100 * row.waited:.1f} %",
-            f"{100 * row.down:.1f} %",
+            f"{100 * row.off:.1f} %",
             f"{100 * row.late:.1f} %",
             size(row.bytes_up),
             size(row.bytes_down),
@@ -146,9 +146,10 @@ def _speed_table(summary: Summary) -> Table:
     )
     return Table(
         "By speed, of a mean node",
-        ("arm", "speed", "nodes", "steps", "merged", "waited", "down", "late", "up", "down bytes"),
+        ("arm", "speed", "nodes", "steps", "merged", "waited", "off", "late", "up", "down"),
         rows,
-        "merged: of its steps; waited, down: of the time; late: of its deltas, too late or passed over.",
+        "merged: of its steps; waited, off (dead or coming back): of the time; late: of its deltas, "
+        "too late or passed over.",
     )
 
 
@@ -204,8 +205,10 @@ def duration(hours: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def size(number: float) -> str:
+def size(number: float | None) -> str:
     """Bytes with a decimal unit, three figures."""
+    if number is None:
+        return "-"
     return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 

@@ -84,11 +84,11 @@ def test_time_to_the_references_loss_leaves_out_the_last_larger_evaluation(fake:
     assert gap.reached == 1
 
 
-def test_traffic_is_per_round_of_everybody_and_per_version(fake: ModuleType) -> None:
+def test_traffic_is_per_pass_and_per_version(fake: ModuleType) -> None:
     study = pair((1,))
     row = summarize(study, [fake.result(ARMS[0], 1)]).arms[0]
-    assert row.rounds == pytest.approx(10)
-    assert row.round_bytes_up == pytest.approx(1e6 / 10)
+    assert row.passes == pytest.approx(10)
+    assert row.pass_bytes_up == pytest.approx(1e6 / 10)
     assert row.version_bytes_down == pytest.approx(2e6 / 200)
     assert row.data_parallel_ratio == pytest.approx(900)
 
