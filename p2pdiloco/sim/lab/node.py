@@ -163,9 +163,7 @@ class LabNode:
             part = min(self.parts, key=self._steps_left)
             steps = max(1, self._steps_left(part))
         life = self.life
-        self._lab.clock.at(
-            steps * self._pace_s, lambda: self._boundary(steps) if self.life == life else None
-        )
+        self._lab.clock.at(steps * self._pace_s, lambda: self._boundary(steps) if self.life == life else None)
 
     def _draw_pace(self) -> None:
         jitter = self._lab.e.swarm.jitter

@@ -1,4 +1,4 @@
-"""What the lab needs of a trainer. The real model comes from p2pdiloco_node.lab; this package never sees torch."""
+"""What the lab needs of a trainer. The real model comes from p2pdiloco_node.lab: nothing here knows torch."""
 
 from __future__ import annotations
 

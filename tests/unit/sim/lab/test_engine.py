@@ -134,9 +134,7 @@ def test_the_rate_follows_the_token_clock() -> None:
 
 
 def test_bytes_are_counted_as_they_travel() -> None:
-    e = replace(
-        with_swarm(stagger=0.0), model=Model(kind="none", params=128 * 64), outer=Outer(codec="int4")
-    )
+    e = replace(with_swarm(stagger=0.0), model=Model(kind="none", params=128 * 64), outer=Outer(codec="int4"))
     lab = Lab(e, generator(1), None, lambda share, words: None)
     r = lab.live(1)
     size = lab.delta_bytes(0, "int4")

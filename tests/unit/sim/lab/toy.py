@@ -9,7 +9,11 @@ import numpy as np
 from p2pdiloco.diloco.layout import Array
 from p2pdiloco.run_spec import TensorSpec
 
-TENSORS = (TensorSpec("embed.weight", (40, 8)), TensorSpec("block.weight", (64, 64)), TensorSpec("norm", (16,)))
+TENSORS = (
+    TensorSpec("embed.weight", (40, 8)),
+    TensorSpec("block.weight", (64, 64)),
+    TensorSpec("norm", (16,)),
+)
 PARAMS = 40 * 8 + 64 * 64 + 16
 TARGET = (np.sin(np.arange(PARAMS)) / 4).astype(np.float32)
 
