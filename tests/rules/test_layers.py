@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.telemetry",
     ),
     ("p2pdiloco_node.lab.text", "p2pdiloco_node.lab.networks"),
+    ("p2pdiloco_node.lab.compiling",),
     ("p2pdiloco_node.lab.model",),
 )
 
@@ -56,6 +57,7 @@ TRAINER = (
     "p2pdiloco_node.training.genesis",
     "p2pdiloco_node.lab.model",
     "p2pdiloco_node.lab.networks",
+    "p2pdiloco_node.lab.compiling",
 )
 VERSION = "p2pdiloco_node.__version__"
 

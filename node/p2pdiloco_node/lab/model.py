@@ -16,6 +16,7 @@ import torch
 from p2pdiloco.run_spec import InnerSpec, ModelSpec, TensorSpec
 from p2pdiloco.sim.lab.experiment import Experiment
 from p2pdiloco_node.lab import networks
+from p2pdiloco_node.lab.compiling import LossSum, compiled_for
 from p2pdiloco_node.lab.text import Feed, load_text
 from p2pdiloco_node.training.inner_loop import InnerLoop, set_threads
 from p2pdiloco_node.training.models import flatten_params, tensor_layout
@@ -23,9 +24,23 @@ from p2pdiloco_node.training.models import flatten_params, tensor_layout
 Floats = npt.NDArray[np.float32]
 
 
-class _LoopSpec(NamedTuple):
+class LabSpec(NamedTuple):
+    """What the product's inner loop needs to know: `LoopSpec`."""
+
     model: ModelSpec
     inner: InnerSpec
+
+
+class _CompiledLoop(InnerLoop):
+    """The product's inner loop with its forward and backward pass compiled."""
+
+    def __init__(self, spec: LabSpec, experiment: Experiment, loss_sum: LossSum, *, model: Any) -> None:
+        super().__init__(spec, micro_batch=experiment.inner.sequences_per_step, model=model)
+        self._compiled = loss_sum
+        self._parameters = tuple(model.parameters())
+
+    def loss_sum(self, model: Any, tokens: Any) -> Any:  # noqa: ARG002  # its parameters, not its code
+        return self._compiled(self._parameters, tokens)
 
 
 class TextTrainer:
@@ -58,7 +73,7 @@ class TextTrainer:
 class _MixtureLoop(InnerLoop):
     """The product's inner loop with the router's balance loss, which evaluation does not have."""
 
-    def __init__(self, spec: _LoopSpec, experiment: Experiment, *, model: Any) -> None:
+    def __init__(self, spec: LabSpec, experiment: Experiment, *, model: Any) -> None:
         # One part for each node's batch, so that data parallel balances as its nodes would.
         super().__init__(spec, micro_batch=experiment.inner.sequences_per_step, model=model)
         shape = experiment.model
@@ -97,11 +112,15 @@ class MixtureTrainer(TextTrainer):
 class TextModel:
     """A byte model with its text. `LabModel`."""
 
-    def __init__(self, experiment: Experiment, seed: int) -> None:
-        """Raises: OperatorError: there is no text, or too few kinds of it."""
+    def __init__(self, experiment: Experiment, seed: int, *, compiled: bool | None = None) -> None:
+        """`compiled` None: see `compiling`.
+
+        Raises: OperatorError: there is no text, or too few kinds of it.
+        """
         self._experiment = experiment
         self._seed = seed
         self._text = load_text(experiment)
+        self._compiled, self.how = compiled_for(experiment, wanted=compiled)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = networks.build(experiment.model)
@@ -116,7 +135,7 @@ class TextModel:
                 (False, experiment.data.evaluation_tokens_on_the_way),
             )
         }
-        self._spec = _LoopSpec(networks.model_spec(experiment.model, self._tensors), _inner_spec(experiment))
+        self._spec = loop_spec(experiment, self._tensors)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -154,7 +173,11 @@ class TextModel:
             mixture = _MixtureLoop(self._spec, self._experiment, model=module)
             mixture.start_from(self._initial.copy())
             return MixtureTrainer(mixture, feeds, sequences, shape.seq_len)
-        loop = InnerLoop(self._spec, model=module)
+        loop = (
+            InnerLoop(self._spec, model=module)
+            if self._compiled is None
+            else _CompiledLoop(self._spec, self._experiment, self._compiled, model=module)
+        )
         loop.start_from(self._initial.copy())
         return TextTrainer(loop, feeds, sequences)
 
@@ -169,13 +192,21 @@ class TextModel:
         return shares
 
 
-def make_model(experiment: Experiment, seed: int) -> TextModel:
+def make_model(experiment: Experiment, seed: int, *, compiled: bool | None = None) -> TextModel:
     """The real model of an experiment, on one thread: a seed is a process.
+
+    `compiled`: None leaves it to P2PDILOCO_LAB_COMPILE (1, 0, auto) and the length of the run; `how` of the
+    model says what came of it.
 
     Raises: OperatorError: there is no text, or too few kinds of it.
     """
     set_threads(1)
-    return TextModel(experiment, seed)
+    return TextModel(experiment, seed, compiled=compiled)
+
+
+def loop_spec(experiment: Experiment, tensors: tuple[TensorSpec, ...]) -> LabSpec:
+    """The experiment in the RunSpec's words."""
+    return LabSpec(networks.model_spec(experiment.model, tensors), _inner_spec(experiment))
 
 
 def _inner_spec(experiment: Experiment) -> InnerSpec:
