@@ -29,8 +29,11 @@ for top in ("p2pdiloco", "p2pdiloco_node"):
             seen.append(module.name)
 print(len(seen))
 """
-# The trainer process (architecture: the only one with torch).
-TRAINER = ("worker", "models", "inner_loop", "genesis")
+# The trainer process and the lab's (architecture: the only ones with torch).
+TRAINER = (
+    *(f"p2pdiloco_node.training.{name}" for name in ("worker", "models", "inner_loop", "genesis")),
+    *(f"p2pdiloco_node.lab.{name}" for name in ("model", "networks", "compiling")),
+)
 
 
 def test_the_wheel_has_two_packages(root: Path, tmp_path: Path) -> None:
@@ -66,9 +69,8 @@ def test_no_folder_of_the_repository_became_a_module(root: Path, tmp_path: Path)
 
 
 def test_all_but_the_trainer_imports_without_torch(tmp_path: Path) -> None:
-    trainer = ",".join(f"p2pdiloco_node.training.{name}" for name in TRAINER)
     ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORT_EVERYTHING, trainer],
+        [sys.executable, "-W", "error", "-c", IMPORT_EVERYTHING, ",".join(TRAINER)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
