@@ -51,7 +51,16 @@ def _whole(_kind: Any, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{tokens[0].value!r} is not a whole number") from None
 
 
+def _file_or_dash(_kind: Any, tokens: Sequence[Token]) -> str:
+    """A file's name, or `-` alone: another flag in its place is a slip."""
+    word = tokens[0].value
+    if word.startswith("-") and word != "-":
+        raise ValueError(f"a file's name or - is missing before {word}")
+    return word
+
+
 Whole = Annotated[int, Parameter(converter=_whole)]
+FileOrDash = Annotated[str | None, Parameter(converter=_file_or_dash, allow_leading_hyphen=True)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", help="TOML file with settings.")]
 Globs = Annotated[list[str] | None, Parameter(consume_multiple=True, negative_iterable=())]
 Words = Annotated[list[str] | None, Parameter(negative_iterable=())]
@@ -297,7 +306,7 @@ def simulate(
     *,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative_iterable=())] = None,
     seeds: str | None = None,
-    json: str | None = None,
+    json: FileOrDash = None,
     plot: Path | None = None,
     markdown: Path | None = None,
     jobs: Whole = 0,

@@ -37,7 +37,7 @@ CORE = (
     "sim/clock.py",
 )  # of p2pdiloco
 MODEL = (  # of p2pdiloco_node, for arms with a model
-    "lab/model.py", "lab/networks.py", "lab/text.py",
+    "lab/model.py", "lab/compiling.py", "lab/networks.py", "lab/text.py",
     "training/inner_loop.py", "training/models.py", "training/data.py", "training/corpus.py",
 )  # fmt: skip
 

@@ -50,6 +50,8 @@ class ArmRow(msgspec.Struct, frozen=True):
     pass_bytes_down: float | None
     version_bytes_up: float | None  # per outer step, however many nodes are in it
     version_bytes_down: float | None
+    up_busy: float | None  # share of the run in which a mean node's uplink is in use; None without a rate
+    down_busy: float | None
     data_parallel_ratio: float | None  # bytes up of data parallel over ours, same tokens
     expert_entropy: float | None
     wall_s: float
@@ -137,6 +139,7 @@ def perplexity(loss: float) -> float:
 
 def _arm_row(arm: Experiment, results: list[Result]) -> ArmRow:
     losses = [r.final_loss for r in results if r.final_loss is not None]
+    hours = _mean(results, lambda r: r.hours)
     deltas = _mean(results, lambda r: statistics.fmean(n.deltas for n in r.nodes) if r.nodes else 0.0)
     passes = deltas / arm.outer.fragments
     versions = _mean(results, lambda r: r.versions)
@@ -148,7 +151,7 @@ def _arm_row(arm: Experiment, results: list[Result]) -> ArmRow:
         seeds=tuple(sorted(r.seed for r in results)),
         tokens=_mean(results, lambda r: r.tokens),
         versions=versions,
-        hours=_mean(results, lambda r: r.hours),
+        hours=hours,
         passes=passes,
         loss=_spread(losses) if losses else None,
         perplexity=_spread([perplexity(x) for x in losses]) if losses else None,
@@ -163,10 +166,16 @@ def _arm_row(arm: Experiment, results: list[Result]) -> ArmRow:
         pass_bytes_down=down / passes if passes else None,
         version_bytes_up=up / versions if versions else None,
         version_bytes_down=down / versions if versions else None,
+        up_busy=_busy(up, arm.swarm.up_mbit, hours),
+        down_busy=_busy(down, arm.swarm.down_mbit, hours),
         data_parallel_ratio=_mean(results, lambda r: r.data_parallel_bytes) / up if up else None,
         expert_entropy=statistics.fmean(entropies) if entropies else None,
         wall_s=_mean(results, lambda r: r.wall_s),
     )
+
+
+def _busy(sent: float, mbit: float, hours: float) -> float | None:
+    return sent * 8 / (mbit * 1e6 * hours * 3600) if mbit and hours else None
 
 
 def _gap_row(arm: str, first: str, seeds: list[int], pairs: list[tuple[Result, Result]]) -> GapRow:

@@ -90,12 +90,19 @@ def _traffic_table(summary: Summary) -> Table:
         )
         for row in summary.arms
     )
+    busy = [
+        f"{row.arm} {'-' if row.up_busy is None else f'{100 * row.up_busy:.0f} %'} up, "
+        f"{'-' if row.down_busy is None else f'{100 * row.down_busy:.0f} %'} down"
+        for row in summary.arms
+        if row.up_busy is not None or row.down_busy is not None
+    ]
+    links = f" Links are in use: {'; '.join(busy)}." if busy else ""
     return Table(
         "Traffic of a mean node",
         ("arm", "up/pass", "down/pass", "up/version", "down/version", "up", "down", "data parallel"),
         rows,
         "pass: from one delta of a node to its next; version: one outer step; data parallel: a bf16 ring "
-        "all-reduce at each step, same tokens, over ours, upwards.",
+        "all-reduce at each step, same tokens, over ours, upwards." + links,
     )
 
 

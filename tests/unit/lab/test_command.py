@@ -71,6 +71,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_there(
         (["good.toml", "--set", "swarm.nodes=lots"], 2, "expected int"),
         (["good.toml", "--seeds", "3..1"], 2, "names no seed"),
         (["good.toml", "--jobs", "-1"], 2, "--jobs -1"),
+        (["good.toml", "--json", "--fresh"], 2, "a file's name or - is missing before --fresh"),
         (["good.toml", "--plot", "x.pdf"], 2, ".svg or .png"),
         (["good.toml", "--set", "model.kind=none", "--plot", "x.svg"], 2, "has none"),
         (["good.toml", "--json", "nowhere/x.json"], 3, "there is no folder nowhere"),

@@ -91,6 +91,15 @@ def test_traffic_is_per_pass_and_per_version(fake: ModuleType) -> None:
     assert row.pass_bytes_up == pytest.approx(1e6 / 10)
     assert row.version_bytes_down == pytest.approx(2e6 / 200)
     assert row.data_parallel_ratio == pytest.approx(900)
+    assert row.up_busy is None
+
+
+def test_links_in_use_are_told_where_they_have_a_rate(fake: ModuleType) -> None:
+    arm = msgspec.structs.replace(BASE, swarm=Swarm(nodes=2, up_mbit=0.08))
+    study = Study("s", "", (1,), (arm,))
+    summary = summarize(study, [msgspec.structs.replace(fake.result(arm, 1), hours=1.0)])
+    assert summary.arms[0].up_busy == pytest.approx(1e6 / (0.01e6 * 3600))
+    assert "barrier 3 % up, - down" in in_words(study, summary)
 
 
 def test_a_loss_that_ran_away_is_said_and_breaks_nothing(fake: ModuleType) -> None:
