@@ -24,6 +24,7 @@ from p2pdiloco.ids import RunId
 
 PREFIX = "P2PDILOCO_"
 RESERVED = ("CONFIG", "LAB_COMPILE")  # P2PDILOCO_CONFIG names the file itself; lab/compiling.py
+LAB_COMPILE = f"{PREFIX}LAB_COMPILE"  # whether the lab compiles its inner step: 1, 0, auto
 USAGE, SETTINGS = 2, 3  # exit codes (docs/exit-codes.md)
 WORDS_ALLOWED = {  # for people, instead of the patterns below
     "device": "give auto, cpu, cuda or cuda:N (N counts this machine's GPUs from 0)",

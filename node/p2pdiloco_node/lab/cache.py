@@ -25,6 +25,7 @@ import p2pdiloco_node
 from p2pdiloco import limits
 from p2pdiloco.sim.lab.experiment import Experiment
 from p2pdiloco.sim.lab.result import Result
+from p2pdiloco_node.config import LAB_COMPILE
 from p2pdiloco_node.training.corpus import find_files
 
 CORE = (
@@ -99,7 +100,9 @@ def key_of(experiment: Experiment, seed: int) -> str:
         _version("numpy").encode(),
     ]
     if learns:
-        parts += [_data_digest(experiment.data.files).encode(), _version("torch").encode()]
+        # Compiled and eager steps round differently.
+        switch = os.environ.get(LAB_COMPILE, "")
+        parts += [_data_digest(experiment.data.files).encode(), _version("torch").encode(), switch.encode()]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)

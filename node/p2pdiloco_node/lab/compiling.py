@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from p2pdiloco.sim.lab.experiment import Experiment, Model
+from p2pdiloco_node.config import LAB_COMPILE
 from p2pdiloco_node.lab import networks
 from p2pdiloco_node.training.models import tensor_layout
 from p2pdiloco_node.training.presets import VOCAB_BYTES
 
-SWITCH = "LAB_COMPILE"  # P2PDILOCO_LAB_COMPILE: 1 always, 0 never, auto or unset by the length of the run
 STEPS_MIN = 10_000  # inner steps of a run that save what compiling costs
 SHAPES_MAX = 64  # graphs of one process, beyond which torch would quietly stop to compile
 
@@ -46,7 +46,7 @@ def compiled_for(experiment: Experiment, *, wanted: bool | None = None) -> Compi
 
 
 def _wanted(experiment: Experiment) -> bool:
-    switch = os.environ.get(f"P2PDILOCO_{SWITCH}", "auto").lower()
+    switch = os.environ.get(LAB_COMPILE, "auto").lower()  # 1 always, 0 never, auto: by length
     if switch in ("0", "1"):
         return switch == "1"
     return experiment.target_tokens // experiment.tokens_per_step >= STEPS_MIN

@@ -128,13 +128,9 @@ class TextModel:
         self._initial: Floats = flatten_params(module).numpy()
         self._initial.flags.writeable = False
         self._evaluator = networks.Evaluator(module, self._tensors, experiment.model)
-        self._held_out = {
-            final: self._text.held_out(seq_len=experiment.model.seq_len, tokens=tokens)
-            for final, tokens in (
-                (True, experiment.data.evaluation_tokens),
-                (False, experiment.data.evaluation_tokens_on_the_way),
-            )
-        }
+        self._held_out = self._text.held_out(
+            seq_len=experiment.model.seq_len, tokens=experiment.data.evaluation_tokens
+        )
         self._spec = loop_spec(experiment, self._tensors)
 
     @property
@@ -181,13 +177,13 @@ class TextModel:
         loop.start_from(self._initial.copy())
         return TextTrainer(loop, feeds, sequences)
 
-    def evaluate(self, params: Floats, *, final: bool) -> float:
-        return self._evaluator.loss(params, self._held_out[final])
+    def evaluate(self, params: Floats) -> float:
+        return self._evaluator.loss(params, self._held_out)
 
     def expert_load(self, params: Floats) -> list[list[float]]:
         if self._experiment.model.kind != "mixtral":
             return []
-        counts = self._evaluator.routes(params, self._held_out[False])
+        counts = self._evaluator.routes(params, self._held_out)
         shares: list[list[float]] = (counts / counts.sum(axis=1, keepdims=True)).tolist()
         return shares
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.sim.lab.result import Point, Result
 from p2pdiloco_node.config import SETTINGS, USAGE
-from p2pdiloco_node.lab.report import on_the_way
 from p2pdiloco_node.lab.study import Study
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def _draw_arm(
     def across(point: Point) -> float:
         return point.tokens / 1e6 if hours is None else point.hours / hours
 
-    curves = [on_the_way(r) or r.curve for r in runs]
+    curves = [r.curve for r in runs]
     if len(curves) > 1:
         for curve in curves:
             axes.plot(

@@ -67,7 +67,7 @@ class GapRow(msgspec.Struct, frozen=True):
     upper_90: float | None  # one-sided bound of the mean gap; None with one seed
     perplexity_percent: float | None
     hours: float  # virtual hours to the same target, over the reference's
-    hours_to_loss: float | None  # to the reference's last loss on the way, over the reference's; of `reached`
+    hours_to_loss: float | None  # to the reference's final loss, over the reference's; of `reached`
     reached: int  # seeds that came so far
 
 
@@ -126,11 +126,6 @@ def hours_to(curve: Sequence[Point], loss: float) -> float | None:
             return before.hours + share * (point.hours - before.hours)
         before = point
     return None
-
-
-def on_the_way(result: Result) -> tuple[Point, ...]:
-    """The curve without its last point, which is measured on other (more) text and compares with none."""
-    return result.curve[:-1]
 
 
 def perplexity(loss: float) -> float:
@@ -199,11 +194,11 @@ def _gap_row(arm: str, first: str, seeds: list[int], pairs: list[tuple[Result, R
 
 
 def _hours_ratio(arm: Result, reference: Result) -> float | None:
-    """Time to the reference's last loss on the way, as a ratio; the same text measures both."""
-    goal = on_the_way(reference)
+    """Time to the reference's final loss, as a ratio."""
+    goal = reference.curve
     if not goal or not math.isfinite(goal[-1].loss) or not goal[-1].hours:
         return None
-    ours = hours_to(on_the_way(arm), goal[-1].loss)
+    ours = hours_to(arm.curve, goal[-1].loss)
     return None if ours is None else ours / goal[-1].hours
 
 

@@ -112,7 +112,7 @@ def _gap_table(summary: Summary) -> Table:
         ("arm", "seeds", "gap, nats", "sd", "upper 90 %", "perplexity", "time", "time to its loss"),
         tuple(_gap_cells(gap) for gap in summary.gaps),
         "upper 90 %: one-sided bound of the mean gap (Student's t); time: of the whole run, over the "
-        "reference's; time to its loss: to the reference's last loss on the way, as a ratio too.",
+        "reference's; time to its loss: to the reference's final loss, as a ratio too.",
     )
 
 

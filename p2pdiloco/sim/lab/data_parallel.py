@@ -38,7 +38,7 @@ def run_data_parallel(
     every = max(1.0, steps / (e.run.evaluations + 1))
     now_s, lost_s = 0.0, 0.0
     losses: list[float] = []
-    curve = [Point(0, 0.0, 0, model.evaluate(trainer.theta, final=False))]
+    curve = [Point(0, 0.0, 0, model.evaluate(trainer.theta))]
     for done in range(1, steps + 1):
         clock = (done - 1) * batch
         rate = learning_rate(terms.inner, clock, target_tokens=e.target_tokens, step_tokens=batch)
@@ -48,9 +48,9 @@ def run_data_parallel(
             now_s += swarm.repair_s
             lost_s += swarm.repair_s
         if int((done - 1) / every) < int(done / every) and done < steps:
-            curve.append(Point(done * batch, now_s / 3600, done, model.evaluate(trainer.theta, final=False)))
+            curve.append(Point(done * batch, now_s / 3600, done, model.evaluate(trainer.theta)))
         told(done / steps, f"step {done}")
-    curve.append(Point(steps * batch, now_s / 3600, steps, model.evaluate(trainer.theta, final=True)))
+    curve.append(Point(steps * batch, now_s / 3600, steps, model.evaluate(trainer.theta)))
     last = losses[-max(1, len(losses) // 20) :]
     possible = sum(e.speed(i) for i in range(swarm.nodes)) * now_s / swarm.step_s * e.tokens_per_step
     return Result(

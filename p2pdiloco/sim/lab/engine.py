@@ -125,7 +125,7 @@ class Lab:
     def live(self, seed: int) -> Result:
         e = self.e
         end_s = e.run.hours * 3600 or math.inf
-        self._evaluate(final=False)
+        self._evaluate()
         for node in self.nodes:
             node.member = True
             start_s = self.chance.random() * e.swarm.stagger * e.pass_s
@@ -140,7 +140,7 @@ class Lab:
                 )
         for node in self.nodes:
             node.end()
-        self._evaluate(final=True)
+        self._evaluate()
         return self._result(seed)
 
     def upload(self, sender: LabNode, size: int) -> float:
@@ -224,7 +224,7 @@ class Lab:
         self.churn.tokens_merged(self.tokens)
         self._told(min(1.0, self.tokens / self.e.target_tokens), f"version {ledger.version}")
         if self._is_due(before):
-            self._evaluate(final=False)
+            self._evaluate()
         self.consider(number)
 
     def _spread(self, number: int, step: OuterStep) -> None:
@@ -278,10 +278,10 @@ class Lab:
         every = self.e.target_tokens / (self.e.run.evaluations + 1)
         return self.tokens < self.e.target_tokens and int(before / every) < int(self.tokens / every)
 
-    def _evaluate(self, *, final: bool) -> None:
+    def _evaluate(self) -> None:
         if self.model is None:
             return
-        loss = self.model.evaluate(self.params(), final=final)
+        loss = self.model.evaluate(self.params())
         versions = sum(ledger.version for ledger in self.ledgers)
         self._curve.append(Point(self.tokens, self.clock.now / 3600, versions, float(loss)))
 
@@ -315,7 +315,7 @@ class Lab:
         ) // len(self.ledgers)  # fmt: skip
         return NodeFigures(
             n.speed, n.steps, merged, self.links.bytes_up[n.index], self.links.bytes_down[n.index],
-            n.waited_s, n.down_s, n.deltas, n.listed, n.late, n.passed_over, n.failures,
+            n.waited_s, n.down_s, n.deltas, n.listed, n.late, n.passed_over, n.failures, n.rolled_back,
         )  # fmt: skip
 
     def _expert_entropy(self) -> float | None:

@@ -69,8 +69,7 @@ class Data(_Section, frozen=True):
     files: tuple[str, ...] = ()  # globs; none: this Python's standard library
     by_kind: bool = False  # not i.i.d.: each node reads its own kind of text
     mixed: bool = False  # with by_kind, the control: the same text, but each node reads all kinds in turn
-    evaluation_tokens: Positive = 131_072  # held out; used at the end
-    evaluation_tokens_on_the_way: Positive = 32_768
+    evaluation_tokens: Positive = 65_536  # held out, the same for every evaluation
 
 
 class Inner(_Section, frozen=True):
@@ -79,7 +78,7 @@ class Inner(_Section, frozen=True):
     inner_steps: Positive = 30  # H
     pass_s: Seconds = 0.0
     sequences_per_step: Positive = 4
-    lr: Annotated[float, Meta(gt=0, le=1)] = 4e-3
+    lr: Annotated[float, Meta(gt=0, le=1)] = 1e-3
     lr_min_share: Share = 0.1
     warmup_share: Share = 0.02  # of the target's tokens
     moments_warmup_steps: Count = 10
@@ -125,7 +124,7 @@ class Run(_Section, frozen=True):
     rounds: Positive = 200  # full rounds of `nodes` at `round_steps` inner steps each: the target's tokens
     round_steps: Annotated[float, Meta(ge=0)] = 0.0  # mean inner steps of a node in a round; 0: inner_steps
     hours: Annotated[float, Meta(ge=0, le=100_000)] = 0.0  # virtual; ends the run earlier; 0: never
-    evaluations: Count = 20  # on the way, at equal distances in tokens
+    evaluations: Count = 12  # on the way, at equal distances in tokens
 
 
 class Experiment(_Section, frozen=True):

@@ -100,7 +100,7 @@ class LabNode:
         # Figures.
         self.steps = self.merged_steps = 0
         self.waited_s = self.down_s = 0.0
-        self.deltas = self.listed = self.late = self.passed_over = self.failures = 0
+        self.deltas = self.listed = self.late = self.passed_over = self.failures = self.rolled_back = 0
 
     # Life
 
@@ -187,6 +187,9 @@ class LabNode:
         loss = 0.0
         if self.trainer is not None:
             loss = self.trainer.step(self._learning_rate())
+            if not math.isfinite(loss):
+                self._roll_back()
+                return
             lab.step_done(loss)
         self.steps += steps
         for part in self.parts:
@@ -194,6 +197,18 @@ class LabNode:
             part.current.steps += steps - 1
         self._adopt()
         self._turn()
+
+    def _roll_back(self) -> None:
+        """A step that was not finite (algorithm.md 2): back to the last state known to be sound, no delta."""
+        assert self.trainer is not None
+        for part in self.parts:
+            assert part.anchor is not None
+            scatter(self.trainer.theta, part.fragment, part.anchor)
+            part.begin()
+        self.trainer.zero_moments()
+        self.rolled_back += 1
+        self._adopt()
+        self._next_boundary()
 
     def _turn(self) -> None:
         """At a boundary: end the passes that are due; then the next step, or wait."""

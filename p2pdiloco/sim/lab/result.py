@@ -29,6 +29,7 @@ class NodeFigures(msgspec.Struct, frozen=True):
     too_late: int
     passed_over: int
     failures: int
+    rolled_back: int  # steps that were not finite
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class Result(msgspec.Struct, frozen=True):
 
     arm: str
     seed: int
-    curve: tuple[Point, ...]  # the last one on `data.evaluation_tokens`; empty without a model
+    curve: tuple[Point, ...]  # empty without a model
     final_loss: float | None  # nats per token
     train_loss: float | None  # mean of the last twentieth of inner steps
     tokens: int

@@ -20,6 +20,8 @@ class LabTrainer(Protocol):
     def step(self, lr: float) -> float:
         """One inner step on the node's next tokens. Returns: its loss before the step, nats per token.
 
+        NaN: loss or gradient were not finite, and nothing was changed.
+
         `lr` already contains the schedule; the moments' warm-up is the trainer's.
         """
         ...
@@ -48,8 +50,8 @@ class LabModel(Protocol):
         """Node number `node` (from 0) with its own data order; `batch_factor` times the usual batch."""
         ...
 
-    def evaluate(self, params: Array, *, final: bool) -> float:
-        """Held-out loss of float32 [params], nats per token; on more tokens if `final`."""
+    def evaluate(self, params: Array) -> float:
+        """Held-out loss of float32 [params], nats per token."""
         ...
 
     def expert_load(self, params: Array) -> Sequence[Sequence[float]]:

@@ -27,7 +27,7 @@ def result(experiment, seed):
     if experiment.model.kind == "none":
         points = []
     nodes = tuple(
-        NodeFigures(experiment.speed(n), 100, 95, 10**6, 2 * 10**6, 3.0, 1.0, 10, 9, 1, 0, 0)
+        NodeFigures(experiment.speed(n), 100, 95, 10**6, 2 * 10**6, 3.0, 1.0, 10, 9, 1, 0, 0, 0)
         for n in range(experiment.swarm.nodes)
     )
     loss = points[-1].loss if points else None

@@ -45,7 +45,7 @@ def experiment(words: str, model: Model = LLAMA, **changes: Any) -> Experiment:
     return Experiment(
         swarm=Swarm(nodes=3),
         model=model,
-        data=Data(files=(words,), evaluation_tokens=4096, evaluation_tokens_on_the_way=1024),
+        data=Data(files=(words,), evaluation_tokens=4096),
         inner=Inner(**({"sequences_per_step": 3} | changes)),
     )
 
@@ -114,7 +114,7 @@ def test_a_seed_decides_every_bit_and_a_node_its_data(words: str) -> None:
     assert losses(first, 0) == losses(again, 0)
     assert losses(first, 0) != losses(first, 1)
     assert first.data_digest == other.data_digest
-    assert first.evaluate(first.initial, final=True) == again.evaluate(again.initial, final=True)
+    assert first.evaluate(first.initial) == again.evaluate(again.initial)
 
 
 @pytest.mark.parametrize("shape", [LLAMA, MIXTRAL], ids=["llama", "mixtral"])
@@ -123,7 +123,7 @@ def test_training_lowers_the_held_out_loss(words: str, shape: Model) -> None:
     trainer = made.trainer(0)
     for _ in range(80):
         trainer.step(1e-2)
-    before, after = (made.evaluate(p, final=False) for p in (made.initial, trainer.theta))
+    before, after = (made.evaluate(p) for p in (made.initial, trainer.theta))
     assert before == pytest.approx(np.log(256), abs=0.3)
     assert after < 3.2
 
@@ -164,7 +164,7 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(words: str) -> None:
     loop = plain_loop(made, words)
     loop.load_evaluation(made.initial.copy())
     total = sum(loop.evaluate(tokens[i : i + 10]) for i in range(0, len(tokens), 10))
-    assert made.evaluate(made.initial, final=True) == pytest.approx(total / 4096, rel=1e-5)
+    assert made.evaluate(made.initial) == pytest.approx(total / 4096, rel=1e-5)
 
 
 def test_the_balance_loss_is_for_training_alone(words: str) -> None:
@@ -174,7 +174,7 @@ def test_the_balance_loss_is_for_training_alone(words: str) -> None:
     losses = [trainer.step(1e-3) for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert not np.array_equal(trainers[0].theta, trainers[1].theta)
-    assert plain.evaluate(plain.initial, final=False) == strict.evaluate(plain.initial, final=False)
+    assert plain.evaluate(plain.initial) == strict.evaluate(plain.initial)
 
 
 def test_balance_keeps_experts_busy(words: str) -> None:

@@ -55,7 +55,7 @@ class ToyModel:
         self.trainers[node] = ToyTrainer(node, self._seed, batch_factor)
         return self.trainers[node]
 
-    def evaluate(self, params: Array, *, final: bool) -> float:
+    def evaluate(self, params: Array) -> float:
         gap = params - TARGET
         return float(np.dot(gap, gap))
 
