@@ -78,7 +78,7 @@ class Inner(_Section, frozen=True):
     inner_steps: Positive = 30  # H
     pass_s: Seconds = 0.0
     sequences_per_step: Positive = 4
-    lr: Annotated[float, Meta(gt=0, le=1)] = 1e-3
+    lr: Annotated[float, Meta(gt=0, le=1)] = 2e-3
     lr_min_share: Share = 0.1
     warmup_share: Share = 0.02  # of the target's tokens
     moments_warmup_steps: Count = 10
@@ -92,10 +92,10 @@ class Outer(_Section, frozen=True):
     policy: Literal["quorum", "immediate", "barrier", "data_parallel"] = "quorum"
     dylu: bool = True  # lab only if off: a pass is H steps however long they take
     optimizer: Literal["nesterov", "delayed_nesterov", "adamw", "lion", "textbook"] = "nesterov"
-    mu: Share = 0.9  # 0: plain SGD
+    mu: Share = 0.8  # 0: plain SGD
     eta: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.4
-    eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.8
+    eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.3
+    eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.6
     beta2: Share = 0.95  # adamw, lion
     delay: Positive = 4  # delayed_nesterov: deltas between two momentum steps
     decay: Literal["exponential", "polynomial", "constant"] = "exponential"
