@@ -8,7 +8,7 @@ import numpy as np
 
 from p2pdiloco.rules.schedule import learning_rate
 from p2pdiloco.sim.lab.experiment import Experiment
-from p2pdiloco.sim.lab.result import Point, Result
+from p2pdiloco.sim.lab.result import Point, Result, entropy_of
 from p2pdiloco.sim.lab.terms import terms_of
 from p2pdiloco.sim.lab.trainer import LabModel
 
@@ -55,8 +55,9 @@ def run_data_parallel(
     possible = sum(e.speed(i) for i in range(swarm.nodes)) * now_s / swarm.step_s * e.tokens_per_step
     return Result(
         arm=e.name, seed=seed, curve=tuple(curve), final_loss=curve[-1].loss,
-        train_loss=sum(last) / len(last), tokens=steps * batch, versions=steps, hours=now_s / 3600,
+        train_loss=sum(last) / len(last), tokens=steps * batch,
+        trained_tokens=steps * batch, versions=steps, hours=now_s / 3600,
         goodput=steps * batch / possible, staleness_mean=0.0, staleness_max=0.0, rho_mean=1.0,
         bytes_up=traffic * steps, bytes_down=traffic * steps, data_parallel_bytes=traffic * steps, nodes=(),
-        expert_entropy=None, wall_s=0.0,
+        expert_entropy=entropy_of(model.expert_load(trainer.theta)), wall_s=0.0,
     )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from p2pdiloco.sim.lab.fragments import fragments_of, gather, scatter
 from p2pdiloco.sim.lab.ledger import Held, Ledger
 from p2pdiloco.sim.lab.links import Links
 from p2pdiloco.sim.lab.node import LabNode
-from p2pdiloco.sim.lab.result import NodeFigures, Point, Result
+from p2pdiloco.sim.lab.result import NodeFigures, Point, Result, entropy_of
 from p2pdiloco.sim.lab.terms import terms_of
 from p2pdiloco.sim.lab.trainer import LabModel
 from p2pdiloco.wire.log import OuterStep
@@ -86,6 +85,7 @@ class Lab:
         self._staleness: list[tuple[float, int]] = []
         self._rho: list[float] = []
         self._wake: dict[int, float] = {}
+        self._diverged = False  # nobody makes a finite delta any more
 
     def make_node(self, index: int) -> LabNode:
         return LabNode(self, index, None if self.model is None else self.model.trainer(index))
@@ -132,6 +132,9 @@ class Lab:
             self.clock.at(start_s, partial(self.churn.start, node, fresh=True))
         while self.tokens < e.target_tokens and self.clock.advance(end_s):
             if self.clock.now - self._last_step_at > STALL_PASSES * e.pass_s + e.swarm.repair_s:
+                if any(n.rolled_back for n in self.nodes):
+                    self._diverged = True
+                    break
                 raise OperatorError(
                     f"experiment {e.name!r}: no outer step in {STALL_PASSES} passes (at {self.tokens} of "
                     f"{e.target_tokens} tokens): see whether a pass is shorter than its transfer, or whether "
@@ -159,6 +162,10 @@ class Lab:
 
     def swarm_changed(self) -> None:
         """Somebody came or went: a round may be complete now."""
+        if not any(n.up and not n.entering for n in self.nodes):
+            for node in self.nodes:
+                if node.entering:
+                    node.enter()
         for number in range(len(self.ledgers)):
             self.consider(number)
 
@@ -180,7 +187,11 @@ class Lab:
         if ledger.busy or now < self._blocked_until or self.tokens >= self.e.target_tokens:
             return
         silence = 2 * self.e.pass_s
-        live = {n.peer: 0.0 for n in self.nodes if n.member and (n.up or now - n.heard_at < silence)}
+        live = {
+            n.peer: 0.0
+            for n in self.nodes
+            if n.member and not n.entering and (n.up or now - n.heard_at < silence)
+        }
         decision = ledger.decide(live, now=now)
         if not decision.close:
             self._ask_again(number, decision.wake_at)
@@ -281,9 +292,11 @@ class Lab:
     def _evaluate(self) -> None:
         if self.model is None:
             return
-        loss = self.model.evaluate(self.params())
+        loss = math.inf if self._diverged else self.model.evaluate(self.params())
         versions = sum(ledger.version for ledger in self.ledgers)
-        self._curve.append(Point(self.tokens, self.clock.now / 3600, versions, float(loss)))
+        self._curve.append(
+            Point(self.tokens, self.clock.now / 3600, versions, loss if loss == loss else math.inf)
+        )
 
     def _result(self, seed: int) -> Result:
         e = self.e
@@ -291,11 +304,14 @@ class Lab:
         weights = sum(t for _, t in self._staleness) or 1
         last = self._losses[-max(1, int(len(self._losses) * TRAIN_LOSS_SHARE)) :]
         count = len(self.nodes)
+        load = () if self.model is None else self.model.expert_load(self.params())
         return Result(
             arm=e.name, seed=seed, curve=tuple(self._curve),
             final_loss=self._curve[-1].loss if self._curve else None,
             train_loss=sum(last) / len(last) if last else None,
-            tokens=self.tokens, versions=sum(ledger.version for ledger in self.ledgers),
+            tokens=self.tokens,
+            trained_tokens=sum(self._merged_steps(n) for n in self.nodes) * e.tokens_per_step,
+            versions=sum(ledger.version for ledger in self.ledgers),
             hours=self.clock.now / 3600, goodput=self.tokens / possible if possible else 0.0,
             staleness_mean=sum(k * t for k, t in self._staleness) / weights,
             staleness_max=max((k for k, _ in self._staleness), default=0.0),
@@ -305,27 +321,19 @@ class Lab:
             data_parallel_bytes=ring_bytes(e.swarm.nodes, self.terms.model.params)
             * (self.tokens / (e.swarm.nodes * e.tokens_per_step)),
             nodes=tuple(self._figures(n) for n in self.nodes),
-            expert_entropy=self._expert_entropy(), wall_s=0.0,
+            expert_entropy=entropy_of(load), wall_s=0.0,
         )  # fmt: skip
 
     def _figures(self, n: LabNode) -> NodeFigures:
-        merged = sum(
-            c.steps for ledger in self.ledgers for s in ledger.entries for c in s.contributions
-            if c.peer == n.peer
-        ) // len(self.ledgers)  # fmt: skip
         return NodeFigures(
-            n.speed, n.steps, merged, self.links.bytes_up[n.index], self.links.bytes_down[n.index],
+            n.speed, n.steps, self._merged_steps(n),
+            self.links.bytes_up[n.index], self.links.bytes_down[n.index],
             n.waited_s, n.down_s, n.deltas, n.listed, n.late, n.passed_over, n.failures, n.rolled_back,
         )  # fmt: skip
 
-    def _expert_entropy(self) -> float | None:
-        rows: Any = self.model.expert_load(self.params()) if self.model is not None else ()
-        shares = []
-        for row in rows:
-            p = np.asarray(row, np.float64)
-            p = p[p > 0]
-            shares.append(float(-(p * np.log(p)).sum() / math.log(len(row))))
-        return sum(shares) / len(shares) if shares else None
+    def _merged_steps(self, n: LabNode) -> int:
+        steps = (s for ledger in self.ledgers for s in ledger.entries)
+        return sum(c.steps for s in steps for c in s.contributions if c.peer == n.peer) // len(self.ledgers)
 
 
 def _bare_tensors(params: int) -> tuple[TensorSpec, ...]:

@@ -15,6 +15,7 @@ from p2pdiloco.diloco.compress import Origin, decode
 from p2pdiloco.diloco.error_feedback import ErrorFeedback
 from p2pdiloco.diloco.layout import Array
 from p2pdiloco.diloco.norms import l2_norm
+from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, tagged_digest
 from p2pdiloco.rules.outer_step import Candidate
 from p2pdiloco.rules.passes import Next, Pass, next_move
@@ -62,11 +63,12 @@ class Part:
         self.on_its_way: dict[Digest, float] = {}  # until when an upload lasts
         self.flights: dict[Digest, Flight] = {}
         self.anchor: Array | None = None
+        self.params: Array | None = None  # adopted
         self.feedback: ErrorFeedback | None = None
         if lab.model is not None:
             self.feedback = ErrorFeedback(
                 lab.ledgers[number].params_count, beta=outer.error_feedback_beta,
-                in_flight_max=outer.in_flight_max,
+                in_flight_max=outer.in_flight_max, enabled=outer.error_feedback,
             )  # fmt: skip
         self.current = Pass(0, 0)
         self.share = 1.0  # of a pass that this one lasts: fragments are staggered by their first
@@ -92,13 +94,14 @@ class LabNode:
         self.member = False
         self.life = 0
         self.waiting = False
+        self.entering = False  # under a barrier: in at the next round
         self.heard_at = 0.0  # the last moment at which it lived
         self.joined_at = 0.0
         self.member_s = 0.0
         self._idle_since: float | None = None
         self._down_since: float | None = None
         # Figures.
-        self.steps = self.merged_steps = 0
+        self.steps = 0
         self.waited_s = self.down_s = 0.0
         self.deltas = self.listed = self.late = self.passed_over = self.failures = self.rolled_back = 0
 
@@ -126,15 +129,29 @@ class LabNode:
             part.begin((part.number + 1) / count if count > 1 and fresh else 1.0)
             self._offer_all(part)
         self._draw_pace()
+        others = any(n.up and not n.entering for n in lab.nodes if n is not self)
+        if lab.e.outer.policy == "barrier" and others and lab.ledgers[0].version:
+            # In the middle of a round: in at the next one, and nobody waits for it.
+            self.entering = self.waiting = True
+            self._idle_since = now
+        else:
+            self._next_boundary()
+
+    def enter(self) -> None:
+        """Nobody is left who could close the round: begin one."""
+        self.entering = self.waiting = False
+        self._end_idle()
         self._next_boundary()
 
     def stop(self, *, left: bool = False) -> None:
         """The process ends. What is in flight is on its disk; the pass is lost."""
         now = self._lab.clock.now
         self._end_idle()
-        self.up = self.waiting = False
+        self.up = self.waiting = self.entering = False
         self.life += 1
         self.heard_at = now
+        if self.trainer is not None:
+            self.trainer.expert_tokens()  # of the pass that is lost
         for part in self.parts:
             part.begin()
             part.newer = None
@@ -199,10 +216,13 @@ class LabNode:
         self._turn()
 
     def _roll_back(self) -> None:
-        """A step that was not finite (algorithm.md 2): back to the last state known to be sound, no delta."""
+        """Not finite (algorithm.md 2, 6): theta <- anchor <- G, feedback and pending cleared, no delta."""
         assert self.trainer is not None
         for part in self.parts:
-            assert part.anchor is not None
+            assert part.feedback is not None
+            assert part.params is not None
+            part.feedback.clear()
+            part.anchor = part.params.copy()
             scatter(self.trainer.theta, part.fragment, part.anchor)
             part.begin()
         self.trainer.zero_moments()
@@ -216,7 +236,9 @@ class LabNode:
         for part in self.parts:
             move = self._move(part)
             if move is Next.FINISH:
-                self._finish(part)
+                if not self._finish(part):
+                    self._roll_back()
+                    return
                 waits |= self._lab.e.outer.policy == "barrier"
             waits |= move is Next.WAIT
         if waits:
@@ -252,8 +274,8 @@ class LabNode:
 
     # Deltas
 
-    def _finish(self, part: Part) -> None:
-        """Cut the delta, go on from it, offer what is not settled."""
+    def _finish(self, part: Part) -> bool:
+        """Cut the delta, go on from it, offer what is not settled. False: nobody would take it."""
         lab = self._lab
         part.sequence += 1
         steps = part.current.steps
@@ -266,11 +288,11 @@ class LabNode:
             assert part.anchor is not None
             assert part.feedback is not None
             theta = gather(self.trainer.theta, part.fragment)
-            delta = part.anchor - theta
+            try:
+                sent = part.feedback.send(part.anchor - theta, codec, part.fragment.tensors, origin)
+            except PeerError:
+                return False
             part.anchor = theta.copy()
-            sent = part.feedback.send(delta, codec, part.fragment.tensors, origin)
-            if not lab.e.outer.error_feedback:
-                part.feedback.e[:] = 0
             digest = sent.digest
             decoded = decode(codec, sent.blob, part.fragment.tensors)
             norm = l2_norm(decoded)
@@ -287,6 +309,7 @@ class LabNode:
         part.begin()
         self._draw_pace()
         self._offer_all(part)
+        return True
 
     def _offer_all(self, part: Part) -> None:
         """Now, and again after a pass in which this node has finished none: it may be waiting."""
@@ -311,14 +334,20 @@ class LabNode:
         arrival = lab.upload(self, flight.size)
         part.on_its_way = {d: t for d, t in part.on_its_way.items() if d in part.flights}
         part.on_its_way[digest] = arrival + swarm.delta_delay_passes * lab.e.pass_s
-        if flight.lost or lab.chance.happens(swarm.delta_loss):
+        if not flight.lost and lab.chance.happens(swarm.delta_loss):
             return
         delay = arrival - lab.clock.now + swarm.delta_delay_passes * lab.e.pass_s
         life = self.life
 
         def arrived() -> None:
             # An upload dies with its sender; the delta is on its disk and is offered again.
-            if self.life == life and digest in part.flights:
+            if self.life != life or digest not in part.flights:
+                return
+            if flight.lost:
+                self._drop(part, digest)
+                if self.waiting:
+                    self._resume()
+            else:
                 lab.delta_arrived(part.number, flight.held._replace(at=lab.clock.now))
 
         lab.clock.at(delay, arrived)
@@ -333,13 +362,22 @@ class LabNode:
         part.newer = Newer(version, params)
         if self.waiting:
             self._adopt()
-            if all(self._move(p) is not Next.WAIT for p in self.parts):
-                self.waiting = False
-                self._end_idle()
-                if any(self._move(p) is Next.FINISH for p in self.parts):
-                    self._turn()
-                else:
-                    self._next_boundary()
+            self._resume()
+
+    def _resume(self) -> None:
+        """Go on if there is nothing to wait for any more."""
+        barrier = self._lab.e.outer.policy == "barrier"
+        if barrier and not self.entering and any(p.flights for p in self.parts):
+            return  # its own round is not closed yet
+        moves = [self._move(p) for p in self.parts]
+        if Next.WAIT in moves:
+            return
+        self.waiting = self.entering = False
+        self._end_idle()
+        if Next.FINISH in moves:
+            self._turn()
+        else:
+            self._next_boundary()
 
     def _adopt(self) -> None:
         for part in self.parts:
@@ -356,7 +394,10 @@ class LabNode:
         ledger, outer = lab.ledgers[part.number], lab.e.outer
         for step in ledger.entries[part.version : version]:
             self._settle(part, step)
-        part.version = version
+        part.version, part.params = version, params
+        for digest, flight in list(part.flights.items()):
+            if ledger.is_too_late(flight.held.candidate.base_version):
+                self._drop(part, digest)
         if afresh:
             part.flights.clear()
             if part.feedback is not None:
@@ -383,15 +424,11 @@ class LabNode:
         mine = [c for c in step.contributions if c.peer == self.peer]
         refused = [r for r in step.refused if r.peer == self.peer]
         for r in refused:
-            if part.flights.pop(Digest(r.delta), None) is not None:
-                self.late += 1
-                if part.feedback is not None:
-                    part.feedback.dropped(Digest(r.delta))
+            self._drop(part, Digest(r.delta))
         for c in mine:
             flight = part.flights.pop(Digest(c.delta), None)
             if flight is not None:
                 self.listed += 1
-                self.merged_steps += flight.steps
                 if part.feedback is not None:
                     part.feedback.listed(Digest(c.delta))
             for digest, other in list(part.flights.items()):
@@ -400,3 +437,10 @@ class LabNode:
                     self.passed_over += 1
                     if part.feedback is not None:
                         part.feedback.passed_over(digest)
+
+    def _drop(self, part: Part, digest: Digest) -> None:
+        """Too late, or lost for good: its content is gone (a late one must not return disguised as fresh)."""
+        if part.flights.pop(digest, None) is not None:
+            self.late += 1
+            if part.feedback is not None:
+                part.feedback.dropped(digest)

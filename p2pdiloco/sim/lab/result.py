@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -38,9 +41,10 @@ class Result(msgspec.Struct, frozen=True):
     arm: str
     seed: int
     curve: tuple[Point, ...]  # empty without a model
-    final_loss: float | None  # nats per token
+    final_loss: float | None  # nats per token; infinite: it diverged
     train_loss: float | None  # mean of the last twentieth of inner steps
-    tokens: int
+    tokens: int  # on the token clock, after caps
+    trained_tokens: int  # in all merged deltas, before caps
     versions: int  # outer steps, of all fragments
     hours: float  # virtual
     goodput: float  # merged tokens over what all nodes would have made without a pause, a death or a wait
@@ -53,3 +57,11 @@ class Result(msgspec.Struct, frozen=True):
     nodes: tuple[NodeFigures, ...]
     expert_entropy: float | None  # mean over layers, of the experts' load, as a share of log(experts)
     wall_s: float
+
+
+def entropy_of(load: Sequence[Sequence[float]]) -> float | None:
+    """Mean over layers of the entropy of the experts' shares, over log(experts): 1 is even. None if dense."""
+    shares = [
+        -sum(p * math.log(p) for p in row if p > 0) / math.log(len(row)) for row in load if len(row) > 1
+    ]
+    return sum(shares) / len(shares) if shares else None

@@ -17,7 +17,7 @@ def zeros(params):
 
 def scalars(parts, n_eff=1.0):
     """Of one part of a full round that comes in `parts` equal ones."""
-    return scalars_of(OuterSpec(), 1.0, parts, n_eff)
+    return scalars_of(OuterSpec(mu=MU, eta_alone=0.4, eta_eight=0.8), 1.0, parts, n_eff)
 
 
 def test_at_rho_1_it_is_the_nesterov_of_diloco():

@@ -66,7 +66,7 @@ def test_random_logs(make_log, make_candidate, name_peer, entries, is_open):
 def test_the_rules_state_of_a_written_log(make_log):
     """Pins encoding and arithmetic of the state: another digest here is another math_version."""
     written = json.loads(VECTORS.read_text())
-    log = make_log(outer={"staleness_max": 3})
+    log = make_log(outer={"staleness_max": 3, "mu": 0.9, "eta_alone": 0.4, "eta_eight": 0.8})
     found = []
     for deliveries in written["entries"]:
         candidates = [

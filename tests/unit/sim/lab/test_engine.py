@@ -11,7 +11,7 @@ from p2pdiloco.sim.lab.engine import Lab, run_experiment
 from p2pdiloco.sim.lab.experiment import Experiment, Inner, Model, Outer, Run, Swarm
 from p2pdiloco.sim.lab.result import Result
 
-from .toy import ToyModel
+from .toy import ToyModel, ToyTrainer
 
 MIXED = (1.0, 0.8, 0.6, 0.3)
 BASE = Experiment(
@@ -88,7 +88,7 @@ def test_lost_deltas_are_offered_again() -> None:
     r = live(with_swarm(delta_loss=0.5))
     assert r.final_loss is not None
     assert r.final_loss < r.curve[0].loss / 2
-    assert sum(n.passed_over for n in r.nodes) + sum(n.listed for n in r.nodes) > 0
+    assert sum(n.listed for n in r.nodes) > 0.8 * sum(n.deltas for n in r.nodes)
     assert r.staleness_mean > live(BASE).staleness_mean
 
 
@@ -159,7 +159,7 @@ def test_fragments_are_synced_one_at_a_time() -> None:
     r = lab.live(1)
     assert r.final_loss is not None
     assert r.final_loss < r.curve[0].loss / 2
-    assert {ledger.version for ledger in lab.ledgers} == {lab.ledgers[0].version} or r.versions > 3
+    assert min(ledger.version for ledger in lab.ledgers) >= 10
     # The peak: one fragment's delta, not the whole model's.
     assert max(lab.delta_bytes(f, "fp16") for f in range(3)) < Lab(
         BASE, generator(1), ToyModel(), lambda s, w: None
@@ -170,6 +170,64 @@ def test_a_swarm_that_gets_nowhere_says_so() -> None:
     e = replace(with_swarm(nodes=1, delta_lost_for_good=1.0), model=Model(kind="none"))
     with pytest.raises(OperatorError, match="no outer step in 1000 passes"):
         live(e)
+
+
+def test_lost_deltas_hold_no_slot() -> None:
+    r = live(with_swarm(delta_lost_for_good=0.5))
+    assert r.final_loss is not None
+    assert r.final_loss < r.curve[0].loss / 2
+    assert sum(n.too_late for n in r.nodes) == pytest.approx(0.5 * sum(n.deltas for n in r.nodes), rel=0.4)
+    assert all(n.waited_s == 0 for n in r.nodes)
+
+
+def test_under_a_barrier_who_returns_holds_up_nobody() -> None:
+    e = replace(with_outer(policy="barrier"), swarm=replace(BASE.swarm, absences=((0.3, 1, 3),)))
+    lab = Lab(e, generator(1), ToyModel(), lambda share, words: None)
+    r = lab.live(1)
+    # Two passes of silence for the one that is away; every other round lasts one pass.
+    assert r.hours * 3600 < (r.versions + 3) * 10.5
+    assert all(s.scalars.rho <= 1 for s in lab.ledgers[0].entries)
+    assert len(lab.ledgers[0].entries[-1].contributions) == 4
+
+
+def test_a_diverged_run_has_an_infinite_loss() -> None:
+    class Exploding(ToyModel):
+        def trainer(self, node: int, *, batch_factor: int = 1) -> ToyTrainer:
+            trainer = super().trainer(node, batch_factor=batch_factor)
+            step = trainer.step
+
+            def explodes(lr: float) -> float:
+                return step(lr) if len(trainer.rates) < 15 else float("nan")
+
+            trainer.step = explodes  # type: ignore[method-assign]
+            return trainer
+
+    r = live(BASE, model=Exploding())
+    assert r.final_loss == float("inf")
+    assert sum(n.rolled_back for n in r.nodes) > 0
+
+
+def test_one_step_that_is_not_finite_costs_its_pass_only() -> None:
+    class Slips(ToyModel):
+        def trainer(self, node: int, *, batch_factor: int = 1) -> ToyTrainer:
+            trainer = super().trainer(node, batch_factor=batch_factor)
+            step = trainer.step
+            slips = iter([30])
+
+            def slipping(lr: float) -> float:
+                if node == 0 and len(trainer.rates) == 30 and next(slips, None):
+                    return float("nan")
+                return step(lr)
+
+            trainer.step = slipping  # type: ignore[method-assign]
+            return trainer
+
+    model = Slips()
+    r = live(BASE, model=model)
+    assert r.nodes[0].rolled_back == 1
+    assert model.trainers[0].zeroed == 1
+    assert r.final_loss is not None
+    assert r.final_loss < r.curve[0].loss / 2
 
 
 def test_data_parallel_is_one_step_per_global_batch() -> None:
