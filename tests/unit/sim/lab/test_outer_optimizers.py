@@ -23,7 +23,7 @@ def test_nesterov_is_the_products(planned):
     rng = np.random.default_rng(1)
     state = GlobalState(rng.normal(size=50).astype(np.float32), np.zeros(50, np.float32))
     params = state.params.copy()
-    optimizer = make_optimizer(Outer(), 50)
+    optimizer = make_optimizer(Outer(mu=0.9), 50)
     for rho in (1.0, 0.3):
         mean = rng.normal(size=50).astype(np.float32)
         apply_outer_step(state, mean.copy(), planned(rho=rho).scalars, 0.9)
@@ -42,7 +42,7 @@ def test_without_momentum_it_is_sgd(planned):
 def test_delayed_nesterov_is_the_papers_with_one_delta_an_entry(planned):
     # N = 2, eta 0.5, mu 0.9. Gradients act by halves at once: -0.25 g.
     # After two: m = (1 + 3) / 2 = 2 and -0.5 * 0.9 * 2 = -0.9. After four: m = 1.8 + 1 and -0.45 * 2.8.
-    optimizer = make_optimizer(Outer(optimizer="delayed_nesterov", delay=2), 1)
+    optimizer = make_optimizer(Outer(mu=0.9, optimizer="delayed_nesterov", delay=2), 1)
     step = planned()
     params = np.zeros(1, np.float32)
     seen = []
@@ -54,20 +54,20 @@ def test_delayed_nesterov_is_the_papers_with_one_delta_an_entry(planned):
 
 
 def test_delayed_nesterov_counts_deltas_and_keeps_its_pace_when_an_entry_overshoots(planned):
-    optimizer = make_optimizer(Outer(optimizer="delayed_nesterov", delay=2), 1)
+    optimizer = make_optimizer(Outer(mu=0.9, optimizer="delayed_nesterov", delay=2), 1)
     # Three deltas of mean 1: -0.5 * 3/2, then x = 1.5: m = (1 - 0.9^1.5) / 0.1 and -0.5 * 1.5 * 0.9 m.
     m = (1 - 0.9**1.5) / 0.1
     assert moved(optimizer, [([1.0], planned((10, 10, 10)))]) == pytest.approx([-0.75 - 0.675 * m])
 
 
 def test_delayed_nesterov_lets_a_stale_delta_count_by_its_decay(planned):
-    optimizer = make_optimizer(Outer(optimizer="delayed_nesterov", delay=4), 1)
+    optimizer = make_optimizer(Outer(mu=0.9, optimizer="delayed_nesterov", delay=4), 1)
     assert moved(optimizer, [([1.0], planned((10,), (5,)))]) == pytest.approx([-0.5 * 0.5 / 4])
 
 
 def test_adam_divides_by_the_root_of_the_mean_square(planned):
     # First step: m' = g, v' = g^2, s = sqrt((16 + 9) / 2).
-    optimizer = make_optimizer(Outer(optimizer="adamw", beta2=0.99), 2)
+    optimizer = make_optimizer(Outer(mu=0.9, optimizer="adamw", beta2=0.99), 2)
     s = math.sqrt(12.5)
     expected = [-0.5 * s * 4 / (4 + 0.1 * s), 0.5 * s * 3 / (3 + 0.1 * s)]
     assert moved(optimizer, [([4.0, -3.0], planned())]) == pytest.approx(expected)
@@ -75,19 +75,19 @@ def test_adam_divides_by_the_root_of_the_mean_square(planned):
 
 
 def test_adam_in_two_half_rounds_of_the_same_mean_is_one_round(planned):
-    half = make_optimizer(Outer(optimizer="adamw"), 2)
-    whole = make_optimizer(Outer(optimizer="adamw"), 2)
+    half = make_optimizer(Outer(mu=0.9, optimizer="adamw"), 2)
+    whole = make_optimizer(Outer(mu=0.9, optimizer="adamw"), 2)
     two = moved(half, [([4.0, -3.0], planned(rho=0.5)), ([4.0, -3.0], planned(rho=0.5))])
     assert two == pytest.approx(moved(whole, [([4.0, -3.0], planned())]))
     assert half.momentum == pytest.approx(whole.momentum)
 
 
 def test_adam_stays_where_it_is_without_a_gradient(planned):
-    assert moved(make_optimizer(Outer(optimizer="adamw"), 1), [([0.0], planned())]) == [0.0]
+    assert moved(make_optimizer(Outer(mu=0.9, optimizer="adamw"), 1), [([0.0], planned())]) == [0.0]
 
 
 def test_lion_moves_every_coordinate_alike(planned):
-    optimizer = make_optimizer(Outer(optimizer="lion", beta2=0.5), 2)
+    optimizer = make_optimizer(Outer(mu=0.9, optimizer="lion", beta2=0.5), 2)
     # s = sqrt((16 + 9) / 2), the average of squares is half filled: 6.25.
     first = 0.5 * math.sqrt(12.5)
     assert moved(optimizer, [([4.0, -3.0], planned())]) == pytest.approx([-first, first])
@@ -101,15 +101,15 @@ def test_lion_moves_every_coordinate_alike(planned):
 
 def test_textbook_takes_each_delta_whole_with_its_decay(planned):
     # s = 1: m = 1, -0.5 (1 + 0.9). s = 0.5: m = 0.9 + 0.5 * 2, -0.5 (1 + 1.71).
-    optimizer = make_optimizer(Outer(optimizer="textbook", policy="immediate"), 1)
+    optimizer = make_optimizer(Outer(mu=0.9, optimizer="textbook", policy="immediate"), 1)
     steps = [([1.0], planned(rho=0.1)), ([2.0], planned((10,), (5,), rho=0.1))]
     assert moved(optimizer, steps) == pytest.approx([-0.95 - 1.355])
     assert optimizer.momentum == pytest.approx([0.19])
 
 
 def test_textbook_takes_two_of_an_entry_one_after_the_other(planned):
-    together = make_optimizer(Outer(optimizer="textbook", policy="immediate"), 1)
-    apart = make_optimizer(Outer(optimizer="textbook", policy="immediate"), 1)
+    together = make_optimizer(Outer(mu=0.9, optimizer="textbook", policy="immediate"), 1)
+    apart = make_optimizer(Outer(mu=0.9, optimizer="textbook", policy="immediate"), 1)
     assert moved(together, [([1.0], planned((10, 10)))]) == pytest.approx(
         moved(apart, [([1.0], planned()), ([1.0], planned())])
     )
@@ -117,7 +117,7 @@ def test_textbook_takes_two_of_an_entry_one_after_the_other(planned):
 
 def test_four_equal_deltas_compound_in_the_textbook_rule_and_not_in_the_products(planned):
     # arXiv 2401.09135, section 4: 12.14 against 1.9 for one averaged update.
-    textbook = make_optimizer(Outer(optimizer="textbook", policy="immediate"), 1)
+    textbook = make_optimizer(Outer(mu=0.9, optimizer="textbook", policy="immediate"), 1)
     assert moved(textbook, [([1.0], planned(eta=1.0))] * 4) == pytest.approx([-12.1441], rel=1e-4)
-    product = make_optimizer(Outer(), 1)
+    product = make_optimizer(Outer(mu=0.9), 1)
     assert moved(product, [([1.0], planned(rho=0.25, eta=1.0))] * 4)[0] > -1.9
