@@ -16,5 +16,7 @@ def l2_norm(values: Array) -> float:
     squares = []
     for first in range(0, len(values), CHUNK):
         part = values[first : first + CHUNK].astype(np.float64)
-        squares.append(float(np.dot(part, part)))
+        # Not np.dot: BLAS wakes its threads for it, which costs 30 ms beside a busy trainer instead of 0.1.
+        np.square(part, out=part)
+        squares.append(float(part.sum()))
     return math.sqrt(math.fsum(squares))

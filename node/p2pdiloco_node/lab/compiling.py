@@ -20,7 +20,7 @@ from p2pdiloco_node.lab import networks
 from p2pdiloco_node.training.models import tensor_layout
 from p2pdiloco_node.training.presets import VOCAB_BYTES
 
-STEPS_MIN = 10_000  # inner steps of a run that save what compiling costs
+STEPS_MIN = 3_000  # inner steps of a run that save what compiling costs
 SHAPES_MAX = 64  # graphs of one process, beyond which torch would quietly stop to compile
 
 LossSum = Callable[[Sequence[Any], Any], Any]

@@ -29,6 +29,7 @@ Told = Callable[[float, str], None]
 Work = Callable[[Experiment, int, Told], Result]
 """One run: (experiment, seed, told) -> result. A module's function: a fresh process imports it."""
 
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 END_S = 2.0  # a process that ignores SIGTERM for so long is killed
 
 
@@ -125,6 +126,9 @@ class _Worker:
         self.alive = True
         # Ctrl-C reaches all processes of a terminal; the one that the person sees ends the others.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Runs are the unit of parallelism. numpy and torch read these when they are imported: before `_serve`.
+        for variable in THREADS:
+            os.environ.setdefault(variable, "1")
         try:
             self.process.start()
         finally:
@@ -165,8 +169,6 @@ def _death(status: int | None) -> str:
 
 def _serve(pipe: Connection, work: Work) -> None:
     """The process: one task after the other until the pipe is closed."""
-    # Runs are the unit of parallelism; torch reads this when it is imported, here and not before.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             task = msgspec.msgpack.decode(pipe.recv_bytes(limits.lab_message_bytes_max), type=Task)
