@@ -4,7 +4,8 @@ Sequence, cursor, error feedback and in flight are one durable record, written b
 disk it is two generations of `record.N` (a digest, then MessagePack), each naming the file with its `e`;
 what is in flight is decoded from the delta's own blob, because dense codecs send what they keep. A sparse one
 does not: there the raw pseudo-gradient of each delta in flight lies beside it, as `raw.SEQUENCE`. The record
-is written last: until it is there, the one before holds, and nothing of a pass has happened.
+is written last: until it is there, the one before holds, and nothing of a pass has happened. A blob or a raw
+file that is damaged costs its own delta alone, for the record before lists the same ones.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ class DiskContributor:
             self._record = Record(found[0], SEQUENCE_SKIP * len(found), 0, 0, bytes(32), ())
 
     def _read(self, generation: int) -> Record | None:
-        """A whole record with its arrays loaded, or None."""
+        """A whole record with its arrays loaded, or None: itself or its e is damaged."""
         try:
             with (self._folder / f"record.{generation}").open("rb") as file:
                 data = file.read(limits.message_bytes_max)
@@ -313,16 +314,16 @@ class DiskContributor:
                 e = self._read_array(self._folder / f"e.{record.feedback}", record.feedback_digest)
             if len(record.raw) != (len(record.in_flight) if is_sparse(self._spec.outer.codec) else 0):
                 raise PeerError("BAD_SHAPE", f"{len(record.raw)} raw deltas of {len(record.in_flight)}")
-            raw = {
-                Digest(header.delta): (Digest(digest), self._read_array(self._raw_file(header), digest))
-                for header, digest in zip(record.in_flight, record.raw, strict=False)
-            }
         except (OSError, PeerError):
             return None
         self._feedback.clear()
         self._feedback.e = e
         self._headers.clear()
         self._raw.clear()
+        raw = {
+            Digest(header.delta): Digest(digest)
+            for header, digest in zip(record.in_flight, record.raw, strict=False)
+        }
         for header in record.in_flight:
             delta = Digest(header.delta)
             try:
@@ -333,12 +334,23 @@ class DiskContributor:
             if header.sequence > record.emptied:
                 self._feedback.pending[delta] = decoded
                 if delta in raw:
-                    self._feedback.raw[delta] = raw[delta][1]
+                    self._read_raw(header, raw[delta])
             self._headers[delta] = header
             if delta in raw:
-                self._raw[delta] = raw[delta][0]
+                self._raw[delta] = raw[delta]  # damaged or not: a record names one for each in flight
         self._emptied = record.emptied
         return record
+
+    def _read_raw(self, header: DeltaHeader, digest: Digest) -> None:
+        """Without it the anchor lacks only what was sent; e is right: what was not sent is in there."""
+        path = self._raw_file(header)
+        try:
+            self._feedback.raw[Digest(header.delta)] = self._read_array(path, digest)
+        except (OSError, PeerError) as error:
+            log.warning(
+                "%s is damaged or gone (%s): until the delta %s is settled, this node's own view has only "
+                "the part of it that was sent.", path, error, short(header.delta),
+            )  # fmt: skip
 
     def _raw_file(self, header: DeltaHeader) -> Path:
         return self._folder / f"raw.{header.sequence}"

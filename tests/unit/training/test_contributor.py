@@ -378,19 +378,40 @@ def test_a_sparse_delta_that_was_emptied_stays_so(sparse: Disk) -> None:
 
 
 @pytest.mark.parametrize("harm", ["changed", "shorter", "gone"])
-def test_a_damaged_raw_file_counts_as_a_damaged_record(sparse: Disk, harm: str) -> None:
+def test_a_damaged_raw_file_costs_its_own_delta_alone(
+    sparse: Disk, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both records list the same flight: to reject them would lose e, headers and sequence for one array."""
+    params, model = SPARSE.spec.model.params, SPARSE.spec.model
     mine = sparse.start()
-    first = finished(mine, 1, 1)
-    finished(mine, 2, 2, 4)
+    first, second = finished(mine, 1, 1), finished(mine, 2, 2, 4)
+    e = mine._feedback.e.copy()
     path = sparse.folder / "raw.2"
     data = bytearray(path.read_bytes())
     data[9] ^= 1
     path.unlink()
     if harm != "gone":
         path.write_bytes(data if harm == "changed" else data[:-4])
+    q = decode("topk64", sparse.store.read(Digest(second.delta)), model.tensors)
     again = sparse.start()
-    assert again.in_flight() == [first]
-    assert again.cursor == 4
+    assert again.in_flight() == [first, second]
+    assert (again.cursor, again.next_sequence) == (8, 3)
+    np.testing.assert_array_equal(again._feedback.e, e)
+    np.testing.assert_array_equal(again.anchor(SPARSE.params), SPARSE.params - raw(1, params) - q)
+    assert "raw.2 is damaged or gone" in caplog.text
+    # Its own settling is that of any other, and the records that follow are whole.
+    again.settle(Digest(first.delta), Settled.LISTED)
+    later = sparse.start()
+    assert later.in_flight() == [second]
+    later.settle(Digest(second.delta), Settled.PASSED_OVER)
+    finished(later, 3, 3, 8)
+    caplog.clear()
+    last = sparse.start()
+    assert same(later, last)
+    assert not caplog.text
+    np.testing.assert_allclose(
+        last._feedback.e + sum(last._feedback.pending.values()), e + q + raw(3, params), atol=1e-6
+    )
 
 
 def test_a_third_delta_in_flight_is_our_own_fault(disk: Disk) -> None:
