@@ -1,7 +1,8 @@
 """Results of earlier runs, kept by everything that they depend on.
 
 The key covers the experiment without its name, the seed, the code that matters (as parsed, so that comments,
-docstrings and layout do not count), the data files' content and the versions of Python, numpy and torch.
+docstrings and layout do not count), the data files' content and the versions of Python, numpy, torch and
+transformers. It does not cover the machine: the folder is for one.
 """
 
 from __future__ import annotations
@@ -28,18 +29,14 @@ from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node.config import LAB_COMPILE
 from p2pdiloco_node.training.corpus import find_files
 
-CORE = (
-    "limits.py",
-    "run_spec.py",
-    "rules",
-    "diloco",
-    "sim/lab",
-    "sim/chance.py",
-    "sim/clock.py",
-)  # of p2pdiloco
+CORE = (  # of p2pdiloco: what a run imports
+    "errors.py", "ids.py", "limits.py", "run_spec.py", "rules", "diloco", "wire",
+    "sim/lab", "sim/chance.py", "sim/clock.py", "sim/keys.py", "sim/tiny_run.py",
+)  # fmt: skip
 MODEL = (  # of p2pdiloco_node, for arms with a model
     "lab/model.py", "lab/compiling.py", "lab/networks.py", "lab/text.py",
     "training/inner_loop.py", "training/models.py", "training/data.py", "training/corpus.py",
+    "training/device.py", "training/presets.py",
 )  # fmt: skip
 
 
@@ -52,10 +49,12 @@ class Cache:
 
     def find(self, experiment: Experiment, seed: int) -> Result | None:
         """A kept result, under this arm's name; None where there is none or it cannot be read."""
+        # Also where it is not read: the run to come belongs to the code and the data of now.
+        path = self._path(experiment, seed)
         if self.fresh:
             return None
         try:
-            kept = json.loads(self._path(experiment, seed).read_bytes())
+            kept = json.loads(path.read_bytes())
             result = msgspec.convert(kept, Result)
         except (OSError, ValueError, msgspec.ValidationError):
             return None
@@ -102,7 +101,8 @@ def key_of(experiment: Experiment, seed: int) -> str:
     if learns:
         # Compiled and eager steps round differently.
         switch = os.environ.get(LAB_COMPILE, "")
-        parts += [_data_digest(experiment.data.files).encode(), _version("torch").encode(), switch.encode()]
+        parts += [_data_digest(experiment.data.files).encode(), switch.encode()]
+        parts += [_version(package).encode() for package in ("torch", "transformers")]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
@@ -111,11 +111,18 @@ def key_of(experiment: Experiment, seed: int) -> str:
 
 @functools.cache
 def source_digest(*, with_model: bool) -> str:
-    """Hex digest of the code that decides a result, without docstrings, comments and layout."""
+    """Hex digest of the code that decides a result, without docstrings, comments and layout.
+
+    Read once in a process, so later edits do not get into it.
+    """
     core, shell = (Path(str(p.__file__)).parent for p in (p2pdiloco, p2pdiloco_node))
-    files = [f for part in CORE for f in _python_files(core / part)]
+    places = [core / part for part in CORE]
     if with_model:
-        files += [shell / part for part in MODEL if (shell / part).exists()]
+        places += [shell / part for part in MODEL]
+    for place in places:
+        # A module that moved would drop out of the key unseen.
+        assert place.exists(), f"{place} decides results and is not there"
+    files = [f for place in places for f in _python_files(place)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(code_of(file.read_text(encoding="utf-8")).encode())

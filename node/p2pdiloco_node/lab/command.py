@@ -50,6 +50,13 @@ class Failure(NamedTuple):
     story: str
 
 
+class Code(NamedTuple):
+    """What a study ran on."""
+
+    commit: str | None
+    source_digest: str
+
+
 def simulate_study(options: Options, *, work: Work = run_live, cache: Cache | None = None) -> int:
     """The command. Exit status 0: all runs came through, 1: at least one did not.
 
@@ -58,14 +65,15 @@ def simulate_study(options: Options, *, work: Work = run_live, cache: Cache | No
     """
     study = read_study(options.file, changes=options.changes, seeds=options.seeds)
     _check(options, study, real=work is run_live)
+    # Now, and not after hours in which somebody edits and commits.
+    code = Code(_commit(), source_digest(with_model=study.learns))
     cache = cache or Cache(fresh=options.fresh)
     results, failures = _run(study, options.jobs, work, cache)
     cache.trim()
     summary = summarize(study, results)
     if options.json is not None:
-        _write(
-            options.json, msgspec.json.format(msgspec.json.encode(_whole(study, results, failures, summary)))
-        )
+        whole = msgspec.json.encode(_whole(study, code, results, failures, summary))
+        _write(options.json, msgspec.json.format(whole))
     if options.json != "-":
         print(tables.in_words(study, summary))
     if options.markdown is not None:
@@ -141,13 +149,13 @@ def _run(study: Study, jobs: int, work: Work, cache: Cache) -> tuple[list[Result
 
 
 def _whole(
-    study: Study, results: Sequence[Result], failures: Sequence[Failure], summary: Summary
+    study: Study, code: Code, results: Sequence[Result], failures: Sequence[Failure], summary: Summary
 ) -> dict[str, object]:
     """Everything, for programs; figures that are not finite become null."""
     return {
         "program": f"p2pdiloco {__version__}",
-        "commit": _commit(),
-        "source_digest": source_digest(with_model=study.learns),
+        "commit": code.commit,
+        "source_digest": code.source_digest,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
         "study": study,

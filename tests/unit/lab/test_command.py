@@ -10,6 +10,7 @@ import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.lab import command
 from p2pdiloco_node.lab.cache import Cache
 from p2pdiloco_node.lab.command import Options, simulate_study
 
@@ -45,6 +46,21 @@ def test_the_second_time_comes_from_the_cache(
     fresh = Cache(tmp_path / "cache", fresh=True)
     simulate_study(options, work=fake.pid, cache=fresh)
     assert json.loads(capsys.readouterr().out)["results"] != json.loads(first[1])["results"]
+
+
+def test_the_code_is_that_of_the_start(
+    two_arms: Path, tmp_path: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Somebody commits while a study runs: its figures belong to the commit before."""
+    kept = tmp_path / "cache"
+    monkeypatch.setattr(command, "_commit", lambda: f"after {len(list(kept.glob('*.json')))} runs")
+    monkeypatch.setattr(
+        command, "source_digest", lambda *, with_model: f"{with_model}, {len(list(kept.glob('*.json')))}"
+    )
+    assert simulate_study(Options(two_arms, jobs=1, json="-"), work=fake.work, cache=Cache(kept)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["commit"], said["source_digest"]) == ("after 0 runs", "True, 0")
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_there(
