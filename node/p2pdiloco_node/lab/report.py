@@ -13,6 +13,7 @@ from p2pdiloco.sim.lab.result import Point, Result
 from p2pdiloco_node.lab.study import Study
 
 SEEDS_FOR_A_CLAIM = 3
+EQUAL_TOKENS = 0.01  # share by which the trained tokens of two arms may differ in a fair comparison
 # One-sided 90 % quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the last is safe.
 STUDENT_90 = (
     3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.372,
@@ -22,7 +23,7 @@ STUDENT_90 = (
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Mean and sample standard deviation over seeds; `sd` None with one seed."""
+    """Mean and sample standard deviation over seeds; `sd` None with one seed, or if not all are finite."""
 
     mean: float
     sd: float | None
@@ -33,7 +34,9 @@ class ArmRow(msgspec.Struct, frozen=True):
 
     arm: str
     seeds: tuple[int, ...]
-    tokens: float
+    diverged: int  # seeds whose loss is not finite
+    tokens: float  # on the token clock, after caps
+    trained_tokens: float  # in merged deltas, before caps
     versions: float
     hours: float  # virtual
     passes: float  # of a node; 0 without deltas (data parallel)
@@ -58,17 +61,26 @@ class ArmRow(msgspec.Struct, frozen=True):
 
 
 class GapRow(msgspec.Struct, frozen=True):
-    """An arm against the reference, seed by seed. Positive: the arm's loss is higher."""
+    """An arm against the reference, seed by seed. Positive: the arm's loss is higher.
+
+    A mean of +inf: the arm diverged with at least one seed; -inf: only the reference did.
+    """
 
     arm: str
     reference: str
     seeds: tuple[int, ...]
     loss: Spread | None  # nats per token
-    upper_90: float | None  # one-sided bound of the mean gap; None with one seed
-    perplexity_percent: float | None
+    upper_90: float | None  # one-sided bound of the mean gap; None with one seed; inf: no bound
+    perplexity_percent: float | None  # None where the gap is not finite
+    trained: float  # tokens over the reference's, of the pair that differs most
     hours: float  # virtual hours to the same target, over the reference's
-    hours_to_loss: float | None  # to the reference's final loss, over the reference's; of `reached`
+    hours_to_loss: float | None  # to the reference's final loss, over its own; None: not with all seeds
     reached: int  # seeds that came so far
+
+    @property
+    def fair(self) -> bool:
+        """Whether both trained on equally many tokens; else the gap is no claim about what they do."""
+        return abs(self.trained - 1) <= EQUAL_TOKENS
 
 
 class SpeedRow(msgspec.Struct, frozen=True):
@@ -108,9 +120,14 @@ def summarize(study: Study, results: Sequence[Result]) -> Summary:
 
 
 def upper_bound_90(gaps: Sequence[float]) -> float | None:
-    """One-sided 90 % bound of the mean of paired gaps: mean + t sd / sqrt(n). None with fewer than two."""
+    """One-sided 90 % bound of the mean of paired gaps: mean + t sd / sqrt(n).
+
+    None with fewer than two; infinite where one is not finite, for then nothing bounds them.
+    """
     if len(gaps) < 2:
         return None
+    if not all(map(math.isfinite, gaps)):
+        return math.inf
     t = STUDENT_90[min(len(gaps) - 1, len(STUDENT_90)) - 1]
     return statistics.fmean(gaps) + t * statistics.stdev(gaps) / math.sqrt(len(gaps))
 
@@ -120,7 +137,7 @@ def hours_to(curve: Sequence[Point], loss: float) -> float | None:
     before: Point | None = None
     for point in curve:
         if point.loss <= loss:
-            if before is None or before.loss == point.loss:
+            if before is None or before.loss == point.loss or not math.isfinite(before.loss):
                 return point.hours
             share = (before.loss - loss) / (before.loss - point.loss)
             return before.hours + share * (point.hours - before.hours)
@@ -144,7 +161,9 @@ def _arm_row(arm: Experiment, results: list[Result]) -> ArmRow:
     return ArmRow(
         arm=arm.name,
         seeds=tuple(sorted(r.seed for r in results)),
+        diverged=sum(not math.isfinite(x) for x in losses),
         tokens=_mean(results, lambda r: r.tokens),
+        trained_tokens=_mean(results, lambda r: r.trained_tokens),
         versions=versions,
         hours=hours,
         passes=passes,
@@ -175,22 +194,33 @@ def _busy(sent: float, mbit: float, hours: float) -> float | None:
 
 def _gap_row(arm: str, first: str, seeds: list[int], pairs: list[tuple[Result, Result]]) -> GapRow:
     gaps = [
-        a.final_loss - b.final_loss for a, b in pairs if a.final_loss is not None and b.final_loss is not None
+        _gap(a.final_loss, b.final_loss)
+        for a, b in pairs
+        if a.final_loss is not None and b.final_loss is not None
     ]
     ratios = [r for a, b in pairs if (r := _hours_ratio(a, b)) is not None]
-    mean = statistics.fmean(gaps) if gaps else None
+    loss = _spread(gaps) if gaps else None
+    shares = [a.trained_tokens / b.trained_tokens if b.trained_tokens else 1.0 for a, b in pairs]
     hours = sum(b.hours for _, b in pairs)
     return GapRow(
         arm=arm,
         reference=first,
         seeds=tuple(seeds),
-        loss=_spread(gaps) if gaps else None,
+        loss=loss,
         upper_90=upper_bound_90(gaps),
-        perplexity_percent=None if mean is None else 100 * (perplexity(mean) - 1),
+        perplexity_percent=100 * (perplexity(loss.mean) - 1) if loss and math.isfinite(loss.mean) else None,
+        trained=max(shares, key=lambda share: abs(share - 1)),
         hours=sum(a.hours for a, _ in pairs) / hours if hours else math.nan,
-        hours_to_loss=statistics.fmean(ratios) if ratios else None,
+        hours_to_loss=statistics.fmean(ratios) if len(ratios) == len(pairs) else None,
         reached=len(ratios),
     )
+
+
+def _gap(arm: float, reference: float) -> float:
+    """An arm that diverged is infinitely worse, whatever became of the reference."""
+    if not math.isfinite(arm):
+        return math.inf
+    return arm - reference if math.isfinite(reference) else -math.inf
 
 
 def _hours_ratio(arm: Result, reference: Result) -> float | None:
@@ -228,7 +258,8 @@ def _speed_rows(arm: str, results: list[Result]) -> list[SpeedRow]:
 
 def _spread(values: Sequence[float]) -> Spread:
     if not all(math.isfinite(v) for v in values):
-        return Spread(math.inf, None)
+        worse = any(math.isnan(v) or v == math.inf for v in values)
+        return Spread(math.inf if worse else -math.inf, None)
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 

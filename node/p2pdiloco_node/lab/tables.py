@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from p2pdiloco_node.lab.report import SEEDS_FOR_A_CLAIM, GapRow, Spread, Summary
+from p2pdiloco_node.lab.report import SEEDS_FOR_A_CLAIM, ArmRow, GapRow, Spread, Summary
 from p2pdiloco_node.lab.study import Study
 
 COLUMNS = 100
@@ -65,15 +65,29 @@ def _outcome_table(summary: Summary) -> Table:
     for row in summary.arms:
         cells = [row.arm, str(len(row.seeds)), _count(row.tokens), f"{row.versions:.0f}", duration(row.hours)]
         if learns:
-            cells += [_loss(row.loss), _ppl(row.perplexity)]
+            cells += [_loss(row), _ppl(row.perplexity)]
         cells += [f"{100 * row.goodput:.1f} %", f"{row.staleness_mean:.2f}", f"{row.staleness_max:.1f}"]
         rows.append(tuple(cells))
     head += ["goodput", "stale", "max"]
-    note = "loss: held out, nats per token; stale: rounds, mean by tokens, and the highest; time is virtual."
+    note = "loss: held out, nats per token; " if learns else ""
+    note += "stale: rounds, mean by tokens, and the highest; time is virtual." + _trained(summary)
     entropies = [f"{r.arm} {r.expert_entropy:.3f}" for r in summary.arms if r.expert_entropy is not None]
     if entropies:
         note += f" Entropy of the experts' load, as a share of an even one: {', '.join(entropies)}."
-    return Table("What came out", tuple(head), tuple(rows), note if learns else note.partition("; ")[2])
+    return Table("What came out", tuple(head), tuple(rows), note)
+
+
+def _trained(summary: Summary) -> str:
+    """Of each arm in which the clock does not count all merged tokens, how many they are."""
+    capped = [
+        f"{row.arm} {_count(row.trained_tokens)}"
+        for row in summary.arms
+        if _count(row.trained_tokens) != _count(row.tokens)
+    ]
+    if not capped:
+        return ""
+    others = "; in the other arms all count" if len(capped) < len(summary.arms) else ""
+    return f" Trained tokens, before caps: {', '.join(capped)}{others}."
 
 
 def _traffic_table(summary: Summary) -> Table:
@@ -112,21 +126,42 @@ def _gap_table(summary: Summary) -> Table:
         ("arm", "seeds", "gap, nats", "sd", "upper 90 %", "perplexity", "time", "time to its loss"),
         tuple(_gap_cells(gap) for gap in summary.gaps),
         "upper 90 %: one-sided bound of the mean gap (Student's t); time: of the whole run, over the "
-        "reference's; time to its loss: to the reference's final loss, as a ratio too.",
+        "reference's; time to its loss: to the reference's final loss, as a ratio too." + _warnings(summary),
     )
 
 
+def _warnings(summary: Summary) -> str:
+    """What takes a gap's meaning away."""
+    said = ""
+    reference = next(row for row in summary.arms if row.arm == summary.gaps[0].reference)
+    if reference.diverged:
+        seeds = f"{reference.diverged} of {len(reference.seeds)} seeds"
+        said += f" {reference.arm} diverged with {seeds}: there is no gap to it."
+    unfair = [f"{gap.arm} by up to {100 * (gap.trained - 1):+.1f} %" for gap in summary.gaps if _marked(gap)]
+    if unfair:
+        said += (
+            f" *: did not train on equally many tokens as {reference.arm} ({', '.join(unfair)}), so the gap "
+            "is no claim."
+        )
+    return said
+
+
+def _marked(gap: GapRow) -> bool:
+    return gap.loss is not None and math.isfinite(gap.loss.mean) and not gap.fair
+
+
 def _gap_cells(gap: GapRow) -> tuple[str, ...]:
-    reached = "not reached" if gap.hours_to_loss is None else f"{gap.hours_to_loss:.2f} x"
-    if 0 < gap.reached < len(gap.seeds):
-        reached += f" ({gap.reached} of {len(gap.seeds)})"
+    if gap.hours_to_loss is not None:
+        reached = f"{gap.hours_to_loss:.2f} x"
+    else:
+        reached = f"by {gap.reached} of {len(gap.seeds)} seeds" if gap.reached else "not reached"
     if gap.loss is None or not math.isfinite(gap.loss.mean):
-        loss = "-" if gap.loss is None else "diverged"
+        loss = "diverged" if gap.loss is not None and gap.loss.mean > 0 else "-"
         return (gap.arm, str(len(gap.seeds)), loss, "-", "-", "-", f"{gap.hours:.2f} x", reached)
     return (
         gap.arm,
         str(len(gap.seeds)),
-        f"{gap.loss.mean:+.4f}",
+        f"{gap.loss.mean:+.4f}{' *' if _marked(gap) else ''}",
         "-" if gap.loss.sd is None else f"{gap.loss.sd:.4f}",
         "-" if gap.upper_90 is None else f"{gap.upper_90:+.4f}",
         f"{gap.perplexity_percent:+.2f} %",
@@ -188,11 +223,13 @@ def _short(name: str) -> str:
     return name if len(name) <= ARM_CHARS else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def _loss(loss: Spread | None) -> str:
+def _loss(row: ArmRow) -> str:
+    loss = row.loss
     if loss is None:
         return "-"
-    if not math.isfinite(loss.mean):
-        return "diverged"
+    if row.diverged:
+        seeds = len(row.seeds)
+        return "diverged" if row.diverged == seeds else f"{row.diverged} of {seeds} diverged"
     return f"{loss.mean:.4f}" if loss.sd is None else f"{loss.mean:.4f} ({loss.sd:.4f})"
 
 

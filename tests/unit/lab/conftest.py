@@ -31,7 +31,7 @@ def result(experiment, seed):
         for n in range(experiment.swarm.nodes)
     )
     loss = points[-1].loss if points else None
-    return Result(experiment.name, seed, tuple(points), loss, loss, total, 200, hours, 0.95, 0.4, 2.5,
+    return Result(experiment.name, seed, tuple(points), loss, loss, total, total, 200, hours, 0.95, 0.4, 2.5,
                   0.7, 1e6, 2e6, 9e8, nodes, None, 0.1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import ModuleType
 
 import msgspec
@@ -26,12 +27,17 @@ def pair(seeds: tuple[int, ...] = (1, 2, 3)) -> Study:
     return Study("pair", "", seeds, ARMS)
 
 
-def made(fake: ModuleType, study: Study, losses: dict[tuple[str, int], float | None]) -> list[Result]:
+def made(fake: ModuleType, study: Study, losses: Mapping[tuple[str, int], float | None]) -> list[Result]:
     by_name = {a.name: a for a in study.arms}
     return [
         msgspec.structs.replace(fake.result(by_name[arm], seed), final_loss=loss)
         for (arm, seed), loss in losses.items()
     ]
+
+
+def gap_line(said: str) -> str:
+    """The row of the second arm against the first."""
+    return said.partition("Against")[2].splitlines()[2]
 
 
 def test_the_paired_gap_is_that_of_the_seeds_one_by_one(fake: ModuleType) -> None:
@@ -64,12 +70,20 @@ def test_bounds_follow_students_t_and_need_two_values() -> None:
     assert upper_bound_90(many) == pytest.approx(0.131, abs=0.002)
 
 
+@pytest.mark.parametrize("wild", [math.nan, math.inf, -math.inf])
+def test_a_gap_that_is_not_finite_has_no_bound(wild: float) -> None:
+    assert upper_bound_90([0.1, wild, 0.2]) == math.inf
+    assert upper_bound_90([math.inf, -math.inf]) == math.inf
+
+
 def test_time_to_a_loss_is_on_the_line_between_two_points() -> None:
     curve = [Point(0, 0.0, 0, 5.0), Point(1, 1.0, 1, 3.0), Point(2, 3.0, 2, 2.0)]
     assert hours_to(curve, 4.0) == pytest.approx(0.5)
     assert hours_to(curve, 2.5) == pytest.approx(2.0)
     assert hours_to(curve, 5.5) == 0.0
     assert hours_to(curve, 1.9) is None
+    after_a_jump = [Point(0, 0.0, 0, math.inf), Point(1, 1.0, 1, 3.0)]
+    assert hours_to(after_a_jump, 4.0) == 1.0
 
 
 def test_time_to_the_references_loss_is_a_ratio(fake: ModuleType) -> None:
@@ -81,6 +95,26 @@ def test_time_to_the_references_loss_is_a_ratio(fake: ModuleType) -> None:
     (gap,) = summarize(pair((1,)), results).gaps
     assert gap.hours_to_loss == pytest.approx(0.45)  # 4.5 of 10 hours
     assert gap.reached == 1
+
+
+@pytest.mark.parametrize(
+    ("far", "ratio", "said"),
+    [(3, 1.0, "1.00 x"), (2, None, "by 2 of 3 seeds"), (0, None, "not reached")],
+)
+def test_time_to_a_loss_is_of_all_seeds_or_none(
+    fake: ModuleType, far: int, ratio: float | None, said: str
+) -> None:
+    """The mean over those that came so far would flatter an arm for failing."""
+    results = []
+    for arm in ARMS:
+        for seed in (1, 2, 3):
+            end = 2.0 if arm is ARMS[0] or seed <= far else 2.1
+            curve = (Point(0, 0.0, 0, 5.0), Point(1, 10.0, 1, end))
+            results.append(msgspec.structs.replace(fake.result(arm, seed), curve=curve, final_loss=end))
+    summary = summarize(pair(), results)
+    (gap,) = summary.gaps
+    assert (gap.hours_to_loss, gap.reached) == (ratio, far)
+    assert gap_line(in_words(pair(), summary)).endswith(said)
 
 
 def test_traffic_is_per_pass_and_per_version(fake: ModuleType) -> None:
@@ -108,6 +142,72 @@ def test_a_loss_that_ran_away_is_said_and_breaks_nothing(fake: ModuleType) -> No
         said = in_words(pair(), summary)
         assert ("diverged" in said) == (not math.isfinite(wild))
         msgspec.json.encode(summary)
+
+
+@pytest.mark.parametrize("wild", [math.nan, math.inf])
+def test_an_arm_that_diverged_once_stays_in_the_tables_and_is_infinitely_worse(
+    fake: ModuleType, wild: float
+) -> None:
+    losses = {(arm, seed): 2.0 + seed / 100 for arm in ("barrier", "quorum") for seed in (1, 2, 3)}
+    summary = summarize(pair(), made(fake, pair(), losses | {("quorum", 2): wild}))
+    (gap,) = summary.gaps
+    assert gap.loss is not None
+    assert (gap.seeds, gap.loss.mean, gap.upper_90) == ((1, 2, 3), math.inf, math.inf)
+    assert (summary.arms[1].seeds, summary.arms[1].diverged) == ((1, 2, 3), 1)
+    said = in_words(pair(), summary)
+    assert "1 of 3 diverged" in said
+    assert gap_line(said).split()[:3] == ["quorum", "3", "diverged"]
+
+
+def test_a_reference_that_diverged_proves_nothing(fake: ModuleType) -> None:
+    losses = {(arm, seed): 2.0 + seed / 100 for arm in ("barrier", "quorum") for seed in (1, 2, 3)}
+    summary = summarize(pair(), made(fake, pair(), losses | {("barrier", 2): math.inf}))
+    (gap,) = summary.gaps
+    assert gap.loss is not None
+    assert (gap.loss.mean, gap.upper_90, gap.perplexity_percent) == (-math.inf, math.inf, None)
+    said = " ".join(in_words(pair(), summary).split())
+    assert "barrier diverged with 1 of 3 seeds: there is no gap to it." in said
+    # Both, with different seeds: the arm is not excused.
+    both = losses | {("barrier", 2): math.inf, ("quorum", 3): math.inf}
+    (gap,) = summarize(pair(), made(fake, pair(), both)).gaps
+    assert gap.loss is not None
+    assert gap.loss.mean == math.inf
+
+
+@pytest.mark.parametrize(("more", "marked"), [(1.0, False), (1.009, False), (0.95, True), (1.05, True)])
+def test_arms_that_trained_on_unlike_numbers_of_tokens_make_no_claim(
+    fake: ModuleType, more: float, marked: bool
+) -> None:
+    """One seed is enough: the gap is taken seed by seed."""
+    losses = {(arm, seed): 2.0 + seed / 100 for arm in ("barrier", "quorum") for seed in (1, 2, 3)}
+    results = [
+        msgspec.structs.replace(
+            r, tokens=10**6, trained_tokens=round(10**6 * more) if (r.arm, r.seed) == ("quorum", 2) else 10**6
+        )
+        for r in made(fake, pair(), losses)
+    ]
+    summary = summarize(pair(), results)
+    assert summary.gaps[0].trained == pytest.approx(more)
+    assert summary.gaps[0].fair is not marked
+    said = " ".join(in_words(pair(), summary).split())
+    assert (" +0.0000 * " in said) is marked
+    words = (
+        f"*: did not train on equally many tokens as barrier (quorum by up to {100 * (more - 1):+.1f} %), so"
+    )
+    assert (words in said) is marked
+
+
+def test_trained_tokens_are_told_where_the_clock_counts_fewer(fake: ModuleType) -> None:
+    results = [
+        msgspec.structs.replace(fake.result(arm, 1), tokens=10**6, trained_tokens=trained)
+        for arm, trained in zip(ARMS, (10**6, 1_200_000), strict=True)
+    ]
+    summary = summarize(pair((1,)), results)
+    assert [row.trained_tokens for row in summary.arms] == [1e6, 1.2e6]
+    said = " ".join(in_words(pair((1,)), summary).split())
+    assert "Trained tokens, before caps: quorum 1.20 M; in the other arms all count." in said
+    equal = [msgspec.structs.replace(r, trained_tokens=r.tokens) for r in results]
+    assert "before caps" not in in_words(pair((1,)), summarize(pair((1,)), equal))
 
 
 def test_no_claim_with_fewer_than_three_seeds(fake: ModuleType) -> None:
