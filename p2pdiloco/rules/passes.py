@@ -25,11 +25,22 @@ class Pass:
     steps: int = 0
     seconds: float = 0.0  # spent in inner steps and between them, not paused
     loss_sum: float = 0.0
+    aligned_steps: int | None = None  # steps and seconds at the first adoption in this pass
+    aligned_s: float = 0.0
 
     def add_step(self, loss: float, seconds: float) -> None:
         self.steps += 1
         self.loss_sum += loss
         self.seconds += seconds
+
+    def adopted(self) -> None:
+        """A newer state was taken over. From the first one in a pass its length is counted anew.
+
+        Everybody adopts a version at about the same time, so passes fall into step without anybody waiting,
+        and deltas come together: merged one by one they cost loss (docs/results/learning.md).
+        """
+        if self.aligned_steps is None:
+            self.aligned_steps, self.aligned_s = self.steps, self.seconds
 
     @property
     def loss(self) -> float:
@@ -40,14 +51,16 @@ class Pass:
 def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool) -> Next:
     """The rule of a pass.
 
-    A pass has at least one step. With too much in flight (`allowed` is False) it is prolonged up to four
-    times its length in steps or seconds; then the node waits, with its work unsent.
+    A pass has at least one step. It ends H steps or `pass_s` after the first adoption in it, or after its
+    beginning while there was none, and at four times its length at the latest. With too much in flight
+    (`allowed` is False) it is prolonged up to that; then the node waits, with its work unsent.
     """
     if current.steps == 0:
         return Next.STEP
-    if allowed:
-        full = current.steps >= inner_steps or current.seconds >= pass_s
-        return Next.FINISH if full else Next.STEP
     factor = limits.pass_prolonged_factor
-    full = current.steps >= factor * inner_steps or current.seconds >= factor * pass_s
-    return Next.WAIT if full else Next.STEP
+    longest = current.steps >= factor * inner_steps or current.seconds >= factor * pass_s
+    if not allowed:
+        return Next.WAIT if longest else Next.STEP
+    steps = current.steps - (current.aligned_steps or 0)
+    full = steps >= inner_steps or current.seconds - current.aligned_s >= pass_s
+    return Next.FINISH if full or longest else Next.STEP

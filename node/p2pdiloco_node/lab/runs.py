@@ -126,7 +126,7 @@ class _Worker:
         self.alive = True
         # Ctrl-C reaches all processes of a terminal; the one that the person sees ends the others.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Runs are the unit of parallelism. numpy and torch read these when they are imported: before `_serve`.
+        # Runs are the unit of parallelism. numpy and torch read these when imported: before `_serve`.
         for variable in THREADS:
             os.environ.setdefault(variable, "1")
         try:

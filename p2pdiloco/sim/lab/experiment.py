@@ -113,6 +113,7 @@ class Outer(_Section, frozen=True):
     merge: Literal["mean", "rda"] = "mean"
     expert_weights: bool = False  # MoE: an expert's tensors by its own tokens
     direction_correction: bool = False  # HeLoCo, for stale deltas
+    align: bool = True  # lab only if off: a pass is as long whether something is adopted in it or not
     carry: Share = 1.0  # own work kept at an adoption; below 1 lab only
     in_flight_max: Annotated[int, Meta(ge=1, le=128)] = 2
     fragments: Annotated[int, Meta(ge=1, le=64)] = 1

@@ -88,6 +88,8 @@ class LabNode:
         self.speed = lab.e.speed(index)
         self.step_s = lab.e.swarm.step_s / self.speed
         self._pace_s = self.step_s  # of this pass
+        self._strides = 0  # an old one ends in nothing
+        self._stride_began = 0.0
         self.trainer = trainer
         self.parts = [Part(lab, f) for f in range(len(lab.fragments))]
         self.up = False
@@ -177,10 +179,27 @@ class LabNode:
         """The next step begins; without arrays, as many at once as the pass still has."""
         steps = 1
         if self.trainer is None and not self.waiting:
-            part = min(self.parts, key=self._steps_left)
-            steps = max(1, self._steps_left(part))
-        life = self.life
-        self._lab.clock.at(steps * self._pace_s, lambda: self._boundary(steps) if self.life == life else None)
+            steps = max(1, min(self._steps_left(part) for part in self.parts))
+        self._stride_began = self._lab.clock.now
+        self._stride(steps, steps * self._pace_s)
+
+    def _stride(self, steps: int, seconds: float) -> None:
+        self._strides += 1
+        life, stride = self.life, self._strides
+
+        def ended() -> None:
+            if self.life == life and self._strides == stride:
+                self._boundary(steps)
+
+        self._lab.clock.at(seconds, ended)
+
+    def _cut_stride(self) -> None:
+        """Without arrays: a state arrived in the middle of a stride, and is adopted at the next boundary."""
+        done = int((self._lab.clock.now - self._stride_began) / self._pace_s + EPSILON_S)
+        if done:
+            self._count(done, 0.0)
+        self._stride_began += done * self._pace_s
+        self._stride(1, self._stride_began + self._pace_s - self._lab.clock.now)
 
     def _draw_pace(self) -> None:
         jitter = self._lab.e.swarm.jitter
@@ -188,10 +207,11 @@ class LabNode:
 
     def _steps_left(self, part: Part) -> int:
         inner = self._lab.e.inner
-        by_steps = math.ceil(inner.inner_steps * part.share - EPSILON_S) - part.current.steps
+        aligned, aligned_s = part.current.aligned_steps or 0, part.current.aligned_s
+        by_steps = math.ceil(inner.inner_steps * part.share - EPSILON_S) - part.current.steps + aligned
         if not self._lab.e.outer.dylu:
             return by_steps
-        left_s = self._pass_s(part) - part.current.seconds
+        left_s = self._pass_s(part) - part.current.seconds + aligned_s
         return min(by_steps, math.ceil(left_s / self._pace_s - EPSILON_S))
 
     def _pass_s(self, part: Part) -> float:
@@ -208,12 +228,15 @@ class LabNode:
                 self._roll_back()
                 return
             lab.step_done(loss)
+        self._count(steps, loss)
+        self._adopt()
+        self._turn()
+
+    def _count(self, steps: int, loss: float) -> None:
         self.steps += steps
         for part in self.parts:
             part.current.add_step(loss, steps * self._pace_s)
             part.current.steps += steps - 1
-        self._adopt()
-        self._turn()
 
     def _roll_back(self) -> None:
         """Not finite (algorithm.md 2, 6): theta <- anchor <- G, feedback and pending cleared, no delta."""
@@ -363,6 +386,8 @@ class LabNode:
         if self.waiting:
             self._adopt()
             self._resume()
+        elif self.trainer is None:
+            self._cut_stride()
 
     def _resume(self) -> None:
         """Go on if there is nothing to wait for any more."""
@@ -395,6 +420,8 @@ class LabNode:
         for step in ledger.entries[part.version : version]:
             self._settle(part, step)
         part.version, part.params = version, params
+        if outer.align:
+            part.current.adopted()
         for digest, flight in list(part.flights.items()):
             if ledger.is_too_late(flight.held.candidate.base_version):
                 self._drop(part, digest)

@@ -88,7 +88,7 @@ def test_lost_deltas_are_offered_again() -> None:
     r = live(with_swarm(delta_loss=0.5))
     assert r.final_loss is not None
     assert r.final_loss < r.curve[0].loss / 2
-    assert sum(n.listed for n in r.nodes) > 0.8 * sum(n.deltas for n in r.nodes)
+    assert sum(n.listed for n in r.nodes) > 0.7 * sum(n.deltas for n in r.nodes)
     assert r.staleness_mean > live(BASE).staleness_mean
 
 
@@ -159,7 +159,7 @@ def test_fragments_are_synced_one_at_a_time() -> None:
     r = lab.live(1)
     assert r.final_loss is not None
     assert r.final_loss < r.curve[0].loss / 2
-    assert min(ledger.version for ledger in lab.ledgers) >= 10
+    assert min(ledger.version for ledger in lab.ledgers) >= 8
     # The peak: one fragment's delta, not the whole model's.
     assert max(lab.delta_bytes(f, "fp16") for f in range(3)) < Lab(
         BASE, generator(1), ToyModel(), lambda s, w: None
