@@ -74,6 +74,27 @@ def test_with_too_much_in_flight_it_is_prolonged_fourfold_then_waits() -> None:
     assert move(40, 20.0, allowed=True) is Next.FINISH
 
 
+def after_adoption(steps: int, seconds: float, then: int) -> Next:
+    """`then` more steps of half a second each, with a second adoption half-way."""
+    current = Pass(base_version=3, data_first=0, steps=steps, seconds=seconds)
+    current.adopted()
+    for n in range(then):
+        current.add_step(1.0, 0.5)
+        if n == then // 2:
+            current.adopted()
+    return next_move(current, inner_steps=10, pass_s=5.0, allowed=True)
+
+
+def test_the_first_adoption_begins_the_count_anew() -> None:
+    assert after_adoption(6, 3.0, 9) is Next.STEP
+    assert after_adoption(6, 3.0, 10) is Next.FINISH  # by steps and seconds after it, whatever came later
+    assert after_adoption(0, 0.0, 10) is Next.FINISH
+
+
+def test_no_pass_is_longer_than_what_the_log_takes() -> None:
+    assert after_adoption(36, 10.0, 4) is Next.FINISH
+
+
 def test_loss_is_the_mean_of_the_pass() -> None:
     current = Pass(base_version=0, data_first=0)
     assert current.loss == 0.0

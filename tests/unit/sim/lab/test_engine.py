@@ -84,6 +84,17 @@ def test_without_a_model_the_clockwork_is_the_same() -> None:
     assert bare.staleness_mean == pytest.approx(real.staleness_mean, abs=0.1)
 
 
+def test_passes_fall_into_step_and_nobody_waits() -> None:
+    swarm = Swarm(nodes=8, latency_s=0.01, commit_s=0.05, jitter=0.05)
+    e = replace(BASE, swarm=swarm, model=Model(kind="none"), run=Run(rounds=60))
+    apart = live(replace(e, outer=Outer(align=False)))
+    together = live(e)
+    assert together.rho_mean > 0.9 > apart.rho_mean
+    assert together.versions < 1.15 * 60
+    assert sum(n.waited_s for n in together.nodes) == 0
+    assert together.goodput > 0.95
+
+
 def test_lost_deltas_are_offered_again() -> None:
     r = live(with_swarm(delta_loss=0.5))
     assert r.final_loss is not None
