@@ -122,7 +122,7 @@ def test_a_slow_node_takes_fewer_steps(tiny: TinyModelRun) -> None:
 def test_the_base_is_the_version_at_which_the_pass_began(bench: Bench) -> None:
     bench.turn(2)
     bench.adopt(bench.tiny.params, version=7)
-    bench.turn(3)
+    bench.turn(5)  # H is 4, counted from the adoption
     assert bench.all(frames.PassDone)[0].base_version == 0
     bench.turn(5)
     assert bench.all(frames.PassDone)[1].base_version == 7
@@ -238,7 +238,7 @@ def test_numbers_that_the_log_knows_are_not_used_again(bench: Bench) -> None:
     bench.turn(2)
     bench.adopt(bench.tiny.params, version=9, sequence=40)
     bench.worker.obey(frames.Allow(42, ""))
-    bench.turn(3)
+    bench.turn(5)
     assert [p.sequence for p in bench.all(frames.PassDone)] == [41]
 
 
