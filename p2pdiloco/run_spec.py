@@ -93,12 +93,12 @@ class InnerSpec(Struct, frozen=True):
 class OuterSpec(Struct, frozen=True):
     """Outer loop (algorithm.md 4). Defaults: as measured in docs/results/learning.md."""
 
-    mu: Fraction = 0.8
+    mu: Fraction = 0.5
     decay: Annotated[str, Meta(pattern="^(exponential|constant)$")] = "exponential"
     lambda_: Annotated[float, Meta(ge=0, le=10)] = 0.07
     staleness_max: Positive = 16
-    eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.3
-    eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.6
+    eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.5
+    eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.65
     policy: Annotated[str, Meta(pattern="^quorum$")] = "quorum"
     deadline_passes: Annotated[float, Meta(gt=0, le=100)] = 1.5
     codec: Annotated[str, Meta(pattern="^(fp16|int4|topk(32|64|128))$")] = "int4"

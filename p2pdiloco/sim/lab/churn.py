@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
+from p2pdiloco.errors import OperatorError
 from p2pdiloco.sim.lab.node import LabNode
 
 if TYPE_CHECKING:
@@ -51,7 +52,11 @@ class Churn:
         lab = self._lab
         members = lab.members()
         if len(members) < 2:
-            return
+            raise OperatorError(
+                f"experiment {lab.e.name!r}: swarm.leaves takes everybody away at {lab.tokens} tokens: "
+                "let fewer leave, or others join before.",
+                exit_code=2,
+            )
         node = members[-1]
         if node.up:
             lab.aggregator_may_be_gone(node)

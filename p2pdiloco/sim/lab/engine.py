@@ -85,6 +85,7 @@ class Lab:
         self._staleness: list[tuple[float, int]] = []
         self._rho: list[float] = []
         self._wake: dict[int, float] = {}
+        self._events = 0  # since the last outer step
         self._diverged = False  # nobody makes a finite delta any more
 
     def make_node(self, index: int) -> LabNode:
@@ -131,6 +132,13 @@ class Lab:
             start_s = self.chance.random() * e.swarm.stagger * e.pass_s
             self.clock.at(start_s, partial(self.churn.start, node, fresh=True))
         while self.tokens < e.target_tokens and self.clock.advance(end_s):
+            self._events += 1
+            if self._events > limits.lab_events_max:
+                raise OperatorError(
+                    f"experiment {e.name!r}: {limits.lab_events_max} events without an outer step (at "
+                    f"{self.tokens} of {e.target_tokens} tokens): do nodes die before a pass ends?",
+                    exit_code=2,
+                )
             if self.clock.now - self._last_step_at > STALL_PASSES * e.pass_s + e.swarm.repair_s:
                 if any(n.rolled_back for n in self.nodes):
                     self._diverged = True
@@ -226,6 +234,7 @@ class Lab:
         ledger.install(step, now=now)
         ledger.busy = False
         self._last_step_at = now
+        self._events = 0
         self._staleness += [(c.staleness, c.tokens) for c in step.contributions]
         self._rho.append(step.scalars.rho)
         self._served += 1

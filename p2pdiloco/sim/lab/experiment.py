@@ -92,10 +92,10 @@ class Outer(_Section, frozen=True):
     policy: Literal["quorum", "immediate", "barrier", "data_parallel"] = "quorum"
     dylu: bool = True  # lab only if off: a pass is H steps however long they take
     optimizer: Literal["nesterov", "delayed_nesterov", "adamw", "lion", "textbook"] = "nesterov"
-    mu: Share = 0.8  # 0: plain SGD
+    mu: Share = 0.5  # 0: plain SGD
     eta: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.3
-    eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.6
+    eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.5
+    eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.65
     beta2: Share = 0.95  # adamw, lion
     delay: Positive = 4  # delayed_nesterov: deltas between two momentum steps
     decay: Literal["exponential", "polynomial", "constant"] = "exponential"

@@ -39,6 +39,11 @@ class Links:
         self._down_free[node] = max(now, self._down_free[node]) + _seconds(size, self._down)
         return self._down_free[node] + self.latency_s
 
+    def died(self, node: int, now: float) -> None:
+        """What waits in the node's queues is not sent any more; its bytes stay counted."""
+        self._up_free[node] = min(now, self._up_free[node])
+        self._down_free[node] = min(now, self._down_free[node])
+
     def spread(
         self, now: float, bytes_per_node: Mapping[int, int], servers: Collection[int]
     ) -> dict[int, float]:

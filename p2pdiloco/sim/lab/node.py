@@ -149,6 +149,7 @@ class LabNode:
         """The process ends. What is in flight is on its disk; the pass is lost."""
         now = self._lab.clock.now
         self._end_idle()
+        self._lab.links.died(self.index, now)
         self.up = self.waiting = self.entering = False
         self.life += 1
         self.heard_at = now

@@ -82,7 +82,7 @@ def test_at_rho_1_it_is_dilocos_nesterov():
 
 
 @pytest.mark.parametrize(
-    ("n_eff", "eta"), [(0, 0.3), (1, 0.3), (2, 0.4), (4, 0.5), (8, 0.6), (60, 0.6)]
+    ("n_eff", "eta"), [(0, 0.5), (1, 0.5), (2, 0.55), (4, 0.6), (8, 0.65), (60, 0.65)]
 )
 def test_eta_follows_the_number_of_nodes(n_eff, eta):
     assert scalars_of(OuterSpec(), 1.0, 10, n_eff).eta == pytest.approx(eta, abs=1e-4)
@@ -269,7 +269,7 @@ LIES = {
     "not float32": (contribution_with(weight=10.0 + 1e-9), "float32"),
     "weight sum": (scalars_with(weight_sum=41.0), "weight_sum"),
     "rho": (scalars_with(rho=f32(0.9997)), "rho"),
-    "mu_r": (scalars_with(mu_r=0.5), "mu_r"),
+    "mu_r": (scalars_with(mu_r=0.25), "mu_r"),
     "momentum gain": (scalars_with(momentum_gain=2.0), "momentum_gain"),
     "eta": (scalars_with(eta=1.5), "eta"),
     "clock": (lambda s: replace(s, clock=s.clock + 1), "clock"),

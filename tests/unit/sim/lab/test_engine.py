@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.sim.lab.engine import Lab, run_experiment
 from p2pdiloco.sim.lab.experiment import Experiment, Inner, Model, Outer, Run, Swarm
@@ -180,6 +181,19 @@ def test_fragments_are_synced_one_at_a_time() -> None:
 def test_a_swarm_that_gets_nowhere_says_so() -> None:
     e = replace(with_swarm(nodes=1, delta_lost_for_good=1.0), model=Model(kind="none"))
     with pytest.raises(OperatorError, match="no outer step in 1000 passes"):
+        live(e)
+
+
+def test_nodes_that_never_finish_a_pass_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "lab_events_max", 20_000)
+    e = replace(with_swarm(mtbf_s=0.001, repair_s=0.0), model=Model(kind="none"))
+    with pytest.raises(OperatorError, match="events without an outer step"):
+        live(e)
+
+
+def test_not_everybody_may_leave() -> None:
+    e = replace(with_swarm(leaves=((0.1, 4),), joins=((0.9, 4),)), model=Model(kind="none"))
+    with pytest.raises(OperatorError, match="takes everybody away"):
         live(e)
 
 

@@ -14,6 +14,14 @@ def links():
     return Links(Swarm(up_mbit=8, down_mbit=32, latency_s=0.1))
 
 
+def test_a_dead_node_sends_nothing_of_its_past_life() -> None:
+    links = Links(Swarm(up_mbit=8.0, down_mbit=8.0, latency_s=0.0))
+    assert links.upload(0, 0.0, 10**7) == 10.0
+    links.died(0, 2.0)
+    assert links.upload(0, 3.0, 10**6) == 4.0
+    assert links.bytes_up[0] == 11 * 10**6
+
+
 def test_uploads_of_one_node_wait_for_each_other_and_not_for_other_nodes(links):
     assert links.upload(0, 10.0, 2 * MB) == pytest.approx(12.1)
     assert links.upload(0, 11.0, MB) == pytest.approx(13.1)
