@@ -1,16 +1,20 @@
 """`p2pdiloco simulate` without a file: directed schedules, then random swarms, one per seed, on all cores.
 
-What a seed does is in p2pdiloco/sim; here are processes, numbers and words.
+What a seed does is in p2pdiloco/sim; here are processes, numbers and words, and what both forms of the
+command share: `--seeds`, `--jobs`, and how their output gets out.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +27,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.schedules import SCHEDULES, ScheduleReport, run_schedule
 from p2pdiloco.sim.swarm import SeedReport, run_seed
+from p2pdiloco_node.config import SETTINGS, USAGE
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -30,6 +35,9 @@ R = TypeVar("R")
 REAL_KEYS_EVERY = 15  # seeds divisible by it sign and verify with Ed25519: 20 of 300
 TRACE_SHOWN = 40  # lines of a violated seed's story
 VIOLATIONS_SHOWN = 10
+SEED_MAX = 2**64 - 1  # PCG64 takes any, messages between processes and torch take 64 bits
+SEEDS_CHARS_SHOWN = 80  # in a message
+RESOURCES = 6  # exit code (docs/exit-codes.md)
 
 
 class SimulationReport(NamedTuple):
@@ -56,23 +64,91 @@ class SimulationReport(NamedTuple):
 
 def parse_seeds(text: str) -> list[int]:
     """`A..B`, or numbers separated by commas. Raises: OperatorError that says what is accepted."""
+    shown = text if len(text) <= SEEDS_CHARS_SHOWN else f"{text[:SEEDS_CHARS_SHOWN]}..."
     try:
         seeds: list[int] = []
         for part in text.split(","):
             first, dots, last = part.partition("..")
-            numbers = range(int(first), int(last) + 1) if dots else range(int(first), int(first) + 1)
-            if len(numbers) + len(seeds) > limits.simulated_seeds_max:
+            begin, end = int(first), int(last if dots else first)
+            if max(begin, end) > SEED_MAX:
+                raise OperatorError(f"--seeds {shown}: a seed is at most {SEED_MAX}.", USAGE)
+            if end - begin + 1 + len(seeds) > limits.simulated_seeds_max:
                 raise OperatorError(
-                    f"--seeds {text}: at most {limits.simulated_seeds_max} seeds at once.", exit_code=2
+                    f"--seeds {shown}: at most {limits.simulated_seeds_max} seeds at once.", USAGE
                 )
-            seeds.extend(numbers)
+            seeds.extend(range(begin, end + 1))
     except ValueError:
         raise OperatorError(
-            f"--seeds {text!r} is not understood: write A..B (1..300) or numbers (1,2,3).", exit_code=2
+            f"--seeds {shown!r} is not understood: write A..B (1..300) or numbers (1,2,3).", USAGE
         ) from None
     if not seeds or min(seeds) < 0:
-        raise OperatorError(f"--seeds {text} names no seed: write A..B with A not above B.", exit_code=2)
+        raise OperatorError(f"--seeds {shown} names no seed: write A..B with A not above B.", USAGE)
     return seeds
+
+
+def check_jobs(jobs: int) -> None:
+    """Raises: OperatorError: nobody can start so many processes."""
+    if not 0 <= jobs <= limits.lab_jobs_max:
+        raise OperatorError(f"--jobs {jobs}: give 1 to {limits.lab_jobs_max}, or 0 for one a core.", USAGE)
+
+
+def say(text: str) -> None:
+    """Print to standard output, at once. What its encoding cannot write becomes a question mark.
+
+    Raises: OperatorError: it cannot be written, as on a full disk; BrokenPipeError: nobody reads any more.
+    """
+    out = sys.stdout
+    if out is None:  # closed by whoever started this
+        return
+    encoding = out.encoding or "utf-8"
+    try:
+        out.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # Python writes what is left once more when it ends, and would complain in its own words.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        raise unwritable("Standard output", error) from None
+
+
+def write_output(file: Path, data: bytes) -> None:
+    """Replace a file as a whole: where that fails, what was there stays. Pipes and devices are written into.
+
+    Raises: OperatorError.
+    """
+    try:
+        if file.exists() and not file.is_file():
+            with file.open("wb") as device:
+                device.write(data)
+            return
+        part, target = part_of(file)
+        try:
+            part.write_bytes(data)
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable(str(file), error) from None
+
+
+def part_of(file: Path) -> tuple[Path, Path]:
+    """Where to write what will replace a file, and the file itself: a link stays one."""
+    target = Path(os.path.realpath(file))
+    return target.with_name(f".p2pdiloco-{os.getpid()}.part"), target
+
+
+def unwritable(what: str, error: OSError) -> OperatorError:
+    """The sentence for a failed write."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    way_out = "make room there" if full else "give another name"
+    return OperatorError(
+        f"{what} cannot be written: {error.strerror or error}; {way_out}.", RESOURCES if full else SETTINGS
+    )
 
 
 def generator(seed: int) -> np.random.Generator:
@@ -136,6 +212,7 @@ def print_simulation(seeds: str, *, json_file: str | None = None, jobs: int = 0)
 
     Raises: OperatorError for bad seeds, or a file that cannot be written.
     """
+    check_jobs(jobs)
     numbers = parse_seeds(seeds)
     schedules = SCHEDULES if ".." in seeds else ()
     jobs = min(jobs or os.cpu_count() or 1, -(-len(numbers) // limits.simulated_chunk_seeds))
@@ -145,12 +222,13 @@ def print_simulation(seeds: str, *, json_file: str | None = None, jobs: int = 0)
             print(f"\r{done} of {len(numbers)} seeds, {bad} violations", end="", file=sys.stderr, flush=True)
 
     report = simulate_seeds(numbers, schedules=schedules, jobs=jobs, told=told)
-    if json_file not in (None, "-"):
-        try:
-            Path(json_file).write_text(json.dumps(as_plain(report)) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OperatorError(f"--json {json_file} cannot be written: {error.strerror}.") from None
-    print(json.dumps(as_plain(report)) if json_file == "-" else in_words(report))
+    plain = json.dumps(as_plain(report))
+    try:
+        say(plain if json_file == "-" else in_words(report))
+    finally:
+        # Also where nobody reads the words.
+        if json_file not in (None, "-"):
+            write_output(Path(json_file), plain.encode() + b"\n")
     return 0 if report.ok else 1
 
 

@@ -11,6 +11,9 @@ policy = "barrier"
 
 from __future__ import annotations
 
+import errno
+import reprlib
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +25,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.sim.lab.experiment import Data, Experiment, Inner, Model, Outer, Run, Swarm, check_experiment
 from p2pdiloco_node.config import SETTINGS, USAGE, nearest
-from p2pdiloco_node.simulate import parse_seeds
+from p2pdiloco_node.simulate import SEED_MAX, parse_seeds
 
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "swarm": Swarm, "model": Model, "data": Data, "inner": Inner, "outer": Outer, "run": Run,
@@ -30,6 +33,10 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
 TOP = ("name", "question", "seeds", "arms", *SECTIONS)
 SPELT = {"lambda": "lambda_"}  # what people write, and what Python lets us call it
 QUESTION_CHARS_MAX = 400
+CHANGE_CHARS_MAX = 4000  # of one --set: a list of globs fits
+SHOWN_CHARS = 80  # of a value or a key in a message
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 3, SHOWN_CHARS, SHOWN_CHARS
 
 
 class Study(msgspec.Struct, frozen=True):
@@ -52,25 +59,39 @@ def read_study(file: Path, *, changes: Sequence[str] = (), seeds: str | None = N
     Raises: OperatorError (2 for a bad flag, 3 for the file) naming file, section, key and what to do.
     """
     try:
-        size = file.stat().st_size
-        if size > limits.lab_file_bytes_max:
-            raise OperatorError(
-                f"The experiment {file} has {size} bytes; {limits.lab_file_bytes_max} are the most.", SETTINGS
-            )
-        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        raw = tomllib.loads(read_regular(file, limits.lab_file_bytes_max).decode())
     except OSError as error:
         raise OperatorError(
             f"The experiment {file} cannot be read: {error.strerror}. Ready ones are in docs/experiments.",
             SETTINGS,
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # bad TOML, bad UTF-8, or a number of thousands of digits
         raise OperatorError(f"The experiment {file} is not valid TOML: {error}.", SETTINGS) from None
+    except RecursionError:
+        raise OperatorError(
+            f"The experiment {file} is nested too deep: a table holds sections, and a section keys.", SETTINGS
+        ) from None
     raw.setdefault("name", file.stem)
     for change in changes:
         _set(raw, change)
     if seeds is not None:
         raw["seeds"] = seeds
     return make_study(raw, where=str(file))
+
+
+def read_regular(file: Path, bytes_max: int) -> bytes:
+    """A file's content. A device or a pipe, which may have no end, is not opened.
+
+    Raises: OSError, also for more than `bytes_max` bytes.
+    """
+    mode = file.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a folder" if stat.S_ISDIR(mode) else "it is a pipe or a device")
+    with file.open("rb") as opened:
+        data = opened.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        raise OSError(errno.EFBIG, f"it has more than {bytes_max} bytes")
+    return data
 
 
 def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
@@ -86,13 +107,13 @@ def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
         )
     arms = []
     for arm, own in tables.items():
+        _text(arm, f"the arm's name {shown(arm)}", where, limits.lab_name_chars_max)
         if not isinstance(own, Mapping):
             raise OperatorError(
                 f"{where}: arms.{arm} is a table with sections: write [arms.{arm}.outer].", SETTINGS
             )
         _refuse_unknown(own, SECTIONS, where, f"arms.{arm}.")
         sections = {s: shared[s] | _section(own, s, where, f"arms.{arm}.") for s in SECTIONS}
-        _text(arm, f"the arm's name {arm!r}", where, limits.lab_name_chars_max)
         experiment = msgspec.convert({"name": arm, **sections}, Experiment)
         check_experiment(experiment)
         arms.append(experiment)
@@ -108,6 +129,9 @@ def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
 
 def _set(raw: dict[str, Any], change: str) -> None:
     """One `--set key=value` into the tables. A value is TOML; what is no TOML is a word."""
+    # What is no text in the terminal's encoding comes as surrogates, which nothing else takes.
+    if len(change) > CHANGE_CHARS_MAX or any("\ud800" <= c <= "\udfff" for c in change):
+        raise OperatorError(f"--set {shown(change)}: text of at most {CHANGE_CHARS_MAX} characters.", USAGE)
     key, equals, text = change.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -149,8 +173,10 @@ def _set(raw: dict[str, Any], change: str) -> None:
 def _value(text: str) -> Any:
     try:
         found = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
+    except RecursionError:
+        raise OperatorError(f"--set ...={shown(text)} is nested too deep.", USAGE) from None
     return found["value"] if set(found) == {"value"} else text
 
 
@@ -177,7 +203,7 @@ def _checked(kind: type[msgspec.Struct], field: str, value: Any, what: str, code
     except msgspec.ValidationError as error:
         reason = str(error).split(" - at ")[0].replace("`", "")
         raise OperatorError(
-            f"{what} = {value!r} is not possible: {reason[:1].lower()}{reason[1:]}"
+            f"{what} = {shown(value)} is not possible: {reason[:1].lower()}{reason[1:]}"
             f"{_choices(kind, field)} (default: {_default(kind, field)!r}).", code,
         ) from None  # fmt: skip
 
@@ -202,6 +228,7 @@ def _refuse_unknown(
         if key in spelt or key in known:
             continue
         hint = _elsewhere(key) or nearest(key, spelt)
+        key = key if key.isprintable() and len(key) <= SHOWN_CHARS else shown(key)
         raise OperatorError(f"{where}: there is no key {above}{key}{hint or '.'}", code)
 
 
@@ -227,7 +254,19 @@ def _seeds(value: object, where: str) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if isinstance(value, list) and all(type(v) is int and v >= 0 for v in value) and value:
+        if max(value) > SEED_MAX:
+            raise OperatorError(f"{where}: a seed is at most {SEED_MAX}.", SETTINGS)
         return tuple(dict.fromkeys(value))
     if isinstance(value, str):
         return tuple(dict.fromkeys(parse_seeds(value)))
-    raise OperatorError(f'{where}: seeds = {value!r} is not understood: write "1..3" or [1, 2, 3].', SETTINGS)
+    raise OperatorError(
+        f'{where}: seeds = {shown(value)} is not understood: write "1..3" or [1, 2, 3].', SETTINGS
+    )
+
+
+def shown(value: object) -> str:
+    """A value in a message, however long or deep it is."""
+    try:
+        return SHORT.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"

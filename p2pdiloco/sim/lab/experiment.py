@@ -6,6 +6,8 @@ counterpart in a RunSpec: they are here to be compared with, and what does not w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Annotated, Literal
 
 import msgspec
@@ -13,10 +15,26 @@ from msgspec import Meta
 
 from p2pdiloco.errors import OperatorError
 
+YEAR_S = 31_536_000
 Share = Annotated[float, Meta(ge=0, le=1)]
-Seconds = Annotated[float, Meta(ge=0, le=31_536_000)]
+Seconds = Annotated[float, Meta(ge=0, le=YEAR_S)]
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
+PassesAway = Annotated[int, Meta(ge=1, le=1_000_000)]
+Nodes = Annotated[int, Meta(ge=1, le=1024)]
+Mbit = Annotated[float, Meta(ge=0, le=1e6)]  # Mbit/s; a terabit a second
+
+# Limits of one run. The first four count without a model, too.
+NODES_MAX = 1024  # with those who join: each is told of everybody's deltas
+PASSES_MAX = 2_000_000  # of all nodes, times fragments, if nobody fails: without a model half an hour
+FAILURES_MAX = 5_000_000  # of all nodes in the time of those passes: each is a few events
+TOKENS_MAX = 10**15  # of the target: the rules count in 2**53 (terms.ENDLESS)
+STEP_S_MIN = 1e-4  # of the fastest node: 100 times what node.EPSILON_S forgives
+MBIT_MIN = 1e-3  # 125 bytes a second; slower, a run would last longer than its clock is exact
+MODEL_PARAMS_MAX = 200_000_000  # of a model with arrays: 5 GB for each node in one process
+MODEL_STEPS_MAX = 100_000_000  # inner steps that are really computed: at 5 ms each six days
+BATCH_TOKENS_MAX = 2**20  # of an inner step that is really computed: its logits alone are 1 GiB
+VOCABULARY = 256  # tokens are bytes
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,14 +44,16 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Swarm(_Section, frozen=True):
     """Who trains, over which links, and what goes wrong."""
 
-    nodes: Annotated[int, Meta(ge=1, le=1024)] = 4
-    speeds: Annotated[tuple[Annotated[float, Meta(gt=0, le=1000)], ...], Meta(min_length=1)] = (1.0,)
+    nodes: Nodes = 4
+    speeds: Annotated[
+        tuple[Annotated[float, Meta(ge=0.001, le=1000)], ...], Meta(min_length=1, max_length=1024)
+    ] = (1.0,)
     # ^ inner steps in `step_s` seconds; node i has speeds[i % len]
-    step_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
+    step_s: Annotated[float, Meta(ge=0.001, le=3600)] = 1.0
     jitter: Annotated[float, Meta(ge=0, le=0.9)] = 0.05  # each pass is so much slower or faster, at most
     stagger: Share = 1.0  # nodes start within this share of a pass, so that their deltas do not come at once
-    up_mbit: Annotated[float, Meta(ge=0)] = 0.0  # of each node, Mbit/s; 0: as fast as you like
-    down_mbit: Annotated[float, Meta(ge=0)] = 0.0
+    up_mbit: Mbit = 0.0  # of each node, Mbit/s; 0: as fast as you like
+    down_mbit: Mbit = 0.0
     latency_s: Seconds = 0.1  # one way
     committee: Annotated[int, Meta(ge=1, le=7)] = 3  # voters: each gets every delta
     commit_s: Seconds = 0.5  # from closing an outer step to its certificate
@@ -43,9 +63,12 @@ class Swarm(_Section, frozen=True):
     delta_delay_passes: Annotated[float, Meta(ge=0, le=64)] = 0.0  # lab only: controlled staleness
     mtbf_s: Seconds = 0.0  # mean time between failures of one node (exponential); 0: never
     repair_s: Seconds = 60.0  # from the death of a process until it trains again, downloads apart
-    joins: tuple[tuple[Share, Positive], ...] = ()  # (share of the target's tokens, nodes that join then)
-    leaves: tuple[tuple[Share, Positive], ...] = ()  # the same for nodes that say goodbye, newest first
-    absences: tuple[tuple[Share, Count, Positive], ...] = ()  # (from, node, passes away)
+    joins: Annotated[tuple[tuple[Share, Nodes], ...], Meta(max_length=1024)] = ()
+    # ^ (share of the target's tokens, nodes that join then)
+    leaves: Annotated[tuple[tuple[Share, Nodes], ...], Meta(max_length=1024)] = ()
+    # ^ the same for nodes that say goodbye, newest first
+    absences: Annotated[tuple[tuple[Share, Count, PassesAway], ...], Meta(max_length=1024)] = ()
+    # ^ (from, node, passes away)
 
 
 class Model(_Section, frozen=True):
@@ -55,7 +78,7 @@ class Model(_Section, frozen=True):
     params: Positive = 1_000_000  # of kind none; the others count their own
     hidden_size: Positive = 88
     intermediate_size: Positive = 240
-    layers: Positive = 2
+    layers: Annotated[int, Meta(ge=1, le=256)] = 2
     heads: Positive = 2
     seq_len: Positive = 64
     experts: Positive = 4  # mixtral
@@ -69,7 +92,7 @@ class Data(_Section, frozen=True):
     files: tuple[str, ...] = ()  # globs; none: this Python's standard library
     by_kind: bool = False  # not i.i.d.: each node reads its own kind of text
     mixed: bool = False  # with by_kind, the control: the same text, but each node reads all kinds in turn
-    evaluation_tokens: Positive = 65_536  # held out, the same for every evaluation
+    evaluation_tokens: Annotated[int, Meta(ge=1, le=2**26)] = 65_536  # held out, the same for every one
 
 
 class Inner(_Section, frozen=True):
@@ -83,7 +106,7 @@ class Inner(_Section, frozen=True):
     warmup_share: Share = 0.02  # of the target's tokens
     moments_warmup_steps: Count = 10
     weight_decay: Share = 0.1
-    clip_norm: Annotated[float, Meta(gt=0)] = 1.0
+    clip_norm: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
 
 
 class Outer(_Section, frozen=True):
@@ -104,7 +127,7 @@ class Outer(_Section, frozen=True):
     closing_share: Share = 0.25  # of the live part of T_full that makes a quorum
     grace: Annotated[float, Meta(ge=0, le=10)] = 1.0  # factor on the adaptive grace window
     deadline_passes: Annotated[float, Meta(gt=0, le=100)] = 1.5
-    codec: str = "fp16"  # a codec of the product: fp16, int4, topk32, topk64, topk128
+    codec: Literal["fp16", "int4", "topk32", "topk64", "topk128"] = "fp16"  # rules/delta_layout.CODECS
     dense_rounds: Count = 0  # lab only: fp16 until so many full rounds are merged, then `codec`
     error_feedback: bool = True
     error_feedback_beta: Share = 1.0
@@ -123,9 +146,10 @@ class Run(_Section, frozen=True):
     """How long, and how often the held-out loss is measured."""
 
     rounds: Positive = 200  # full rounds of `nodes` at `round_steps` inner steps each: the target's tokens
-    round_steps: Annotated[float, Meta(ge=0)] = 0.0  # mean inner steps of a node in a round; 0: inner_steps
+    round_steps: Annotated[float, Meta(ge=0, le=2**40)] = 0.0
+    # ^ mean inner steps of a node in a round; 0: inner_steps
     hours: Annotated[float, Meta(ge=0, le=100_000)] = 0.0  # virtual; ends the run earlier; 0: never
-    evaluations: Count = 12  # on the way, at equal distances in tokens
+    evaluations: Annotated[int, Meta(ge=0, le=10_000)] = 12  # on the way, at equal distances in tokens
 
 
 class Experiment(_Section, frozen=True):
@@ -159,33 +183,122 @@ class Experiment(_Section, frozen=True):
         return self.swarm.speeds[node % len(self.swarm.speeds)]
 
 
+def params_of(model: Model) -> int:
+    """Parameters of kinds llama and mixtral: their head is the embedding, they have no biases."""
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    if model.kind == "mixtral":
+        mlp = model.experts * (mlp + model.hidden_size)
+    block = 4 * model.hidden_size**2 + mlp + 2 * model.hidden_size
+    return VOCABULARY * model.hidden_size + model.layers * block + model.hidden_size
+
+
 def check_experiment(e: Experiment) -> None:
     """What types alone cannot say. Raises: OperatorError with the key and what to do."""
+    slips = chain(_outer_slips(e), _swarm_slips(e), _model_slips(e), _too_much(e))
+    if slip := next(slips, None):
+        raise OperatorError(f"experiment {e.name!r}: {slip}", exit_code=2)
 
-    def refuse(text: str) -> None:
-        raise OperatorError(f"experiment {e.name!r}: {text}", exit_code=2)
 
+def _outer_slips(e: Experiment) -> Iterator[str]:
     if e.outer.optimizer == "textbook" and e.outer.policy != "immediate":
-        refuse('outer.optimizer "textbook" takes each delta by itself: set outer.policy = "immediate".')
+        yield 'outer.optimizer "textbook" takes each delta by itself: set outer.policy = "immediate".'
     if e.outer.policy == "data_parallel" and e.model.kind == "none":
-        refuse('outer.policy "data_parallel" is the reference for loss: choose a model.kind other than none.')
+        yield 'outer.policy "data_parallel" is the reference for loss: choose a model.kind other than none.'
     if e.outer.expert_weights and e.model.kind != "mixtral":
-        refuse('outer.expert_weights needs model.kind = "mixtral".')
+        yield 'outer.expert_weights needs model.kind = "mixtral".'
     if e.outer.expert_weights and e.outer.fragments > 1:
-        refuse("outer.expert_weights and outer.fragments do not go together: tokens are counted by the pass.")
-    if e.outer.direction_correction and e.outer.mu == 0:
-        refuse("outer.direction_correction turns deltas towards the momentum: set outer.mu above 0.")
-    if e.model.hidden_size % e.model.heads:
-        refuse("model.hidden_size must be a multiple of model.heads.")
-    if e.model.experts_per_token > e.model.experts:
-        refuse("model.experts_per_token is above model.experts.")
+        yield "outer.expert_weights and outer.fragments do not go together: tokens are counted by the pass."
+    if e.outer.direction_correction and not 0 < e.outer.mu < 1:
+        yield "outer.direction_correction turns deltas towards momentum: set outer.mu above 0 and below 1."
     if e.outer.fragments > 1 and e.outer.policy == "barrier":
-        refuse('fragments are staggered: set outer.policy to "quorum" or "immediate".')
+        yield 'fragments are staggered: set outer.policy to "quorum" or "immediate".'
+
+
+def _swarm_slips(e: Experiment) -> Iterator[str]:
     for start, node, _ in e.swarm.absences:
         if node >= e.swarm.nodes:
-            refuse(
-                f"swarm.absences names node {node} (from {start}); the first {e.swarm.nodes} have 0 and up."
-            )
-    staying = e.swarm.nodes + sum(n for _, n in e.swarm.joins) - sum(n for _, n in e.swarm.leaves)
-    if staying < 1:
-        refuse("swarm.leaves takes everybody away: somebody has to stay.")
+            yield f"swarm.absences names node {node} (from {start}); the first {e.swarm.nodes} have 0 and up."
+    everybody = e.swarm.nodes + sum(n for _, n in e.swarm.joins)
+    if everybody > NODES_MAX:
+        yield f"swarm.nodes and swarm.joins make {everybody} nodes; {NODES_MAX} are the most."
+    if everybody - sum(n for _, n in e.swarm.leaves) < 1:
+        yield "swarm.leaves takes everybody away: somebody has to stay."
+    for key, mbit in (("up_mbit", e.swarm.up_mbit), ("down_mbit", e.swarm.down_mbit)):
+        if 0 < mbit < MBIT_MIN:
+            yield f"swarm.{key} is {mbit:g}: give {MBIT_MIN:g} or more, or 0 for as fast as you like."
+    step_s = e.swarm.step_s / max(e.swarm.speeds)
+    if step_s < STEP_S_MIN:
+        yield (
+            f"swarm.speeds and swarm.step_s make the fastest node's inner step {step_s:g} s long; "
+            f"{STEP_S_MIN:g} is the least: set a longer swarm.step_s."
+        )
+    if 0 < e.inner.pass_s < step_s:
+        yield (
+            f"inner.pass_s is {e.inner.pass_s:g}, and the fastest node's inner step takes {step_s:g} s: give "
+            "that or more, or 0 for as long as inner_steps take."
+        )
+    if e.pass_s > YEAR_S:
+        yield "inner.inner_steps at swarm.step_s make a pass of more than a year: take fewer."
+
+
+def _model_slips(e: Experiment) -> Iterator[str]:
+    shape = e.model
+    if shape.hidden_size % shape.heads:
+        yield "model.hidden_size must be a multiple of model.heads."
+    if shape.experts_per_token > shape.experts:
+        yield "model.experts_per_token is above model.experts."
+    tensors = (
+        9 * shape.layers + 2 if shape.kind == "llama" else None
+    )  # mixtral's are counted when it is built
+    if shape.kind == "none":
+        tensors = (shape.params >= 128) + (shape.params % 128 > 0)  # engine.py: a matrix and the rest
+    if tensors is not None and e.outer.fragments > tensors:
+        yield (
+            f"outer.fragments is {e.outer.fragments} and the model has {tensors} tensors, which are never "
+            f"cut: set outer.fragments to {tensors} or less."
+        )
+    if shape.kind == "none":
+        return
+    if shape.hidden_size // shape.heads % 2:
+        yield (
+            f"model.hidden_size / model.heads is {shape.hidden_size // shape.heads}, and rotary positions "
+            "turn pairs: make it even."
+        )
+    if (params := params_of(shape)) > MODEL_PARAMS_MAX:
+        yield (
+            f"this model has {params:.3g} parameters, and {MODEL_PARAMS_MAX:.3g} are the most: take a "
+            'smaller shape, or model.kind = "none" with model.params for questions about traffic and time.'
+        )
+    if e.tokens_per_step > BATCH_TOKENS_MAX:
+        yield (
+            f"inner.sequences_per_step times model.seq_len is {e.tokens_per_step} tokens; {BATCH_TOKENS_MAX} "
+            "are the most in one inner step."
+        )
+
+
+def _too_much(e: Experiment) -> Iterator[str]:
+    """Work that would not end. Counted as if nobody failed, waited or joined."""
+    steps = e.run.rounds * e.swarm.nodes * e.round_steps
+    if e.target_tokens > TOKENS_MAX:
+        yield f"a target of {e.target_tokens:.3g} tokens; {TOKENS_MAX:.0e} are the most: fewer run.rounds."
+    if e.model.kind != "none" and steps > MODEL_STEPS_MAX:
+        yield f"{steps:.3g} steps with a model; {MODEL_STEPS_MAX:.0e} are the most: set fewer run.rounds."
+    paces = [e.swarm.step_s / e.speed(node) for node in range(e.swarm.nodes)]  # seconds of an inner step
+    seconds = steps / sum(1 / pace for pace in paces)
+    if e.run.hours:
+        seconds = min(seconds, e.run.hours * 3600)
+    passes = sum(seconds / (pace * _steps_of_pass(e, pace)) for pace in paces) * e.outer.fragments
+    if passes > PASSES_MAX:
+        yield (
+            f"about {passes:.3g} passes of all nodes; {PASSES_MAX:.0e} are the most: set fewer run.rounds, "
+            "or longer passes (inner.inner_steps, inner.pass_s)."
+        )
+    failures = e.swarm.nodes * seconds / e.swarm.mtbf_s if e.swarm.mtbf_s else 0.0
+    if failures > FAILURES_MAX:
+        yield f"about {failures:.3g} failures; {FAILURES_MAX:.0e} are the most: set a longer swarm.mtbf_s."
+
+
+def _steps_of_pass(e: Experiment, pace: float) -> float:
+    """Inner steps that a node takes between two deltas, at `pace` seconds each."""
+    fitting = e.pass_s / pace if e.outer.dylu else e.inner.inner_steps
+    return max(1.0, min(fitting, e.inner.inner_steps))

@@ -47,7 +47,7 @@ def merge_listed(
     """
     assert len(deltas) == len(step.contributions)
     if outer.direction_correction:
-        assert momentum is not None, "direction correction without momentum: set outer.mu above 0"
+        assert momentum is not None, "direction correction without momentum: mu is above 0 and below 1"
         deltas = [
             corrected(delta, momentum, tensors) if c.staleness > 0 else delta
             for c, delta in zip(step.contributions, deltas, strict=True)

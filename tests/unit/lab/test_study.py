@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.sim.lab.experiment import Experiment
+from p2pdiloco.sim.lab.experiment import Experiment, Outer
 from p2pdiloco_node.lab.study import Study, make_study, read_study
 
 
@@ -115,6 +116,12 @@ def test_seeds_of_the_command_line_win(tmp_path: Path) -> None:
         ("question = 3", "question is one line"),
         ("[outer]\noptimizer = 'textbook'", 'set outer.policy = "immediate"'),
         ("seeds = '1..5000'", "4096 are the most"),
+        ("seeds = [18446744073709551616]", "a seed is at most 18446744073709551615"),
+        ("seeds = '18446744073709551616'", "a seed is at most 18446744073709551615"),
+        ("seeds = [0x" + "f" * 5000 + "]", "a seed is at most"),
+        ("swarm.nodes = 0x" + "f" * 5000, "a number of thousands of digits is not possible"),
+        ("swarm.nodes" + ".a" * 3000 + " = 1", "swarm.nodes = {'a': {'a': {'a': {...}}}} is not possible"),
+        ("[outer]\ncodec = 'zip'", "it is one of fp16, int4, topk128, topk32, topk64"),
     ],
 )  # fmt: skip
 def test_slips_are_named_with_the_way_out(text: str, sentence: str) -> None:
@@ -127,12 +134,18 @@ def test_slips_are_named_with_the_way_out(text: str, sentence: str) -> None:
     ("change", "sentence"),
     [
         ("outer.policy", "write SECTION.KEY=VALUE"),
+        ("swarm.joins=" + "[" * 3000, "nested too deep"),
+        ("swarm.nodes=" + "9" * 5000, "text of at most 4000 characters"),
+        ("data.files=['\udcff']", "text of at most"),
         ("=3", "write SECTION.KEY=VALUE"),
         ("swarm.nodse=3", "did you mean 'nodes'?"),
         ("swam.nodes=3", "did you mean 'swarm.nodes'?"),
         ("a.b.c=3", "there is no key 'a.b.c'"),
         ("arms.c.outer.mu=0.5", "the file has the arms a, b"),
-        ("outer.mu=1.5", "--set outer.mu = 1.5 is not possible: expected float <= 1.0 (default: 0.9)"),
+        (
+            "outer.mu=1.5",
+            f"--set outer.mu = 1.5 is not possible: expected float <= 1.0 (default: {Outer().mu})",
+        ),
     ],
 )
 def test_slips_in_a_change_name_the_flag_and_are_usage(tmp_path: Path, change: str, sentence: str) -> None:
@@ -143,9 +156,20 @@ def test_slips_in_a_change_name_the_flag_and_are_usage(tmp_path: Path, change: s
     assert refused.value.exit_code == 2
 
 
+def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file in (Path("/dev/zero"), tmp_path / "pipe"):
+        with pytest.raises(OperatorError, match="a pipe or a device"):
+            read_study(file)
+    with pytest.raises(OperatorError, match="it is a folder"):
+        read_study(tmp_path)
+
+
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     for text, sentence in (
         (b"[outer", "not valid TOML"),
+        (b"seeds = " + b"[" * 5000, "nested too deep"),
+        (b"seeds = " + b"9" * 5000, "not valid TOML"),
         (b"\xff\xfe", "not valid TOML"),
         (b"#" * 2**20 + b"#", "bytes"),
     ):
