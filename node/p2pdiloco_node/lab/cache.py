@@ -2,7 +2,7 @@
 
 The key covers the experiment without its name, the seed, the code that matters (as parsed, so that comments,
 docstrings and layout do not count), the data files' content and the versions of Python, numpy, torch and
-transformers. It does not cover the machine: the folder is for one.
+transformers. It does not cover the machine: the folder is for one. Each entry holds a digest of its content.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from p2pdiloco import limits
 from p2pdiloco.sim.lab.experiment import Experiment
 from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node.config import LAB_COMPILE
+from p2pdiloco_node.lab.study import read_regular
 from p2pdiloco_node.training.corpus import find_files
 
 CORE = (  # of p2pdiloco: what a run imports
@@ -54,21 +55,28 @@ class Cache:
         if self.fresh:
             return None
         try:
-            kept = json.loads(path.read_bytes())
-            result = msgspec.convert(kept, Result)
-        except (OSError, ValueError, msgspec.ValidationError):
+            result = _opened(path.name, read_regular(path, limits.lab_message_bytes_max))
+        except (OSError, ValueError, RecursionError):
             return None
         return msgspec.structs.replace(result, arm=experiment.name)
 
-    def keep(self, experiment: Experiment, result: Result) -> None:
-        """Written whole or not at all. A cache that cannot be written is no reason to lose a run."""
+    def keep(self, experiment: Experiment, result: Result) -> str:
+        """Written whole or not at all. A cache that cannot be written is no reason to lose a run.
+
+        Returns: why it is not kept; empty if it is.
+        """
         path = self._path(experiment, result.seed)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with contextlib.suppress(OSError):
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Python's own JSON: a loss that is not finite comes back as it was.
-            part.write_text(json.dumps(msgspec.to_builtins(result)), encoding="utf-8")
+            part.write_bytes(_sealed(path.name, json.dumps(msgspec.to_builtins(result)).encode()))
             part.replace(path)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        return ""
 
     def trim(self) -> None:
         """Remove the oldest results beyond the limit."""
@@ -83,6 +91,22 @@ class Cache:
 
     def _path(self, experiment: Experiment, seed: int) -> Path:
         return self.folder / f"{key_of(experiment, seed)}.json"
+
+
+def _sealed(name: str, body: bytes) -> bytes:
+    """An entry of that name: a digest, and a result in Python's own JSON, which knows infinity."""
+    return b'{"digest": "%s", "result": %s}' % (
+        hashlib.sha256(name.encode() + body).hexdigest().encode(),
+        body,
+    )
+
+
+def _opened(name: str, data: bytes) -> Result:
+    """Raises: ValueError: not as it was written under this name."""
+    body = data[len(_sealed("", b"")) - 1 : -1]
+    if _sealed(name, body) != data:
+        raise ValueError(f"{name} is damaged")
+    return msgspec.convert(json.loads(body), Result)
 
 
 def key_of(experiment: Experiment, seed: int) -> str:

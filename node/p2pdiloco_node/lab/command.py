@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node import __version__
@@ -26,6 +27,7 @@ from p2pdiloco_node.lab.progress import StudyProgress
 from p2pdiloco_node.lab.report import Summary, summarize
 from p2pdiloco_node.lab.runs import Done, Failed, Share, Task, Work, run_live, run_tasks
 from p2pdiloco_node.lab.study import Study, read_study
+from p2pdiloco_node.simulate import check_jobs, part_of, say, write_output
 
 STORY_LINES = 12  # of a traceback that is ours
 
@@ -71,30 +73,62 @@ def simulate_study(options: Options, *, work: Work = run_live, cache: Cache | No
     results, failures = _run(study, options.jobs, work, cache)
     cache.trim()
     summary = summarize(study, results)
-    if options.json is not None:
-        whole = msgspec.json.encode(_whole(study, code, results, failures, summary))
-        _write(options.json, msgspec.json.format(whole))
-    if options.json != "-":
-        print(tables.in_words(study, summary))
-    if options.markdown is not None:
-        _write(str(options.markdown), tables.in_markdown(study, summary).encode())
-    if options.plot is not None and any(r.curve for r in results):
-        plots.draw(options.plot, study, results)
+    refused = _put_out(options, study, code, results, failures, summary)
     for failure in failures:
         print(f"p2pdiloco: {failure.arm}, seed {failure.seed}: {failure.reason}", file=sys.stderr)
     for story in sorted({f.story for f in failures if f.story}):
         print("\n".join(story.rstrip().splitlines()[-STORY_LINES:]), file=sys.stderr)
+    sentences = [error for error in refused if isinstance(error, OperatorError)]
+    if sentences:
+        raise OperatorError(" ".join(map(str, sentences)), sentences[0].exit_code)
+    for error in refused:
+        raise error
     return 1 if failures else 0
+
+
+def _put_out(
+    options: Options, study: Study, code: Code, results: Sequence[Result], failures: Sequence[Failure],
+    summary: Summary,
+) -> list[Exception]:  # fmt: skip
+    """The tables first, then the files; what cannot be written takes nothing else with it.
+
+    Returns: what went wrong, OperatorError or BrokenPipeError (the reader of the tables had enough).
+    """
+    ways: list[Callable[[], None]] = []
+    if options.json != "-":
+        ways.append(lambda: say(tables.in_words(study, summary)))
+    if options.json is not None:
+        whole = msgspec.json.encode(_whole(study, code, results, failures, summary))
+        # ASCII, so that any encoding of standard output carries it.
+        escaped = json.dumps(json.loads(whole), indent=2).encode()
+        ways.append(partial(_write, options.json, escaped))
+    if options.markdown is not None:
+        ways.append(partial(_write, str(options.markdown), tables.in_markdown(study, summary).encode()))
+    if options.plot is not None and any(r.curve for r in results):
+        ways.append(partial(plots.draw, options.plot, study, results))
+    refused: list[Exception] = []
+    for way in ways:
+        try:
+            way()
+        except (OperatorError, BrokenPipeError) as error:
+            refused.append(error)
+    return refused
 
 
 def _check(options: Options, study: Study, *, real: bool) -> None:
     """What would be a pity to find out after hours."""
-    if not 0 <= options.jobs <= limits.lab_jobs_max:
-        raise OperatorError(f"--jobs {options.jobs}: give 1 to {limits.lab_jobs_max}.", USAGE)
+    check_jobs(options.jobs)
     if options.plot is not None:
         plots.check_plot(options.plot, study)
-    for name in (options.json, options.plot, options.markdown):
-        if name is not None and str(name) != "-":
+    named = [("the experiment", str(options.file))]
+    for flag, name in (("--json", options.json), ("--plot", options.plot), ("--markdown", options.markdown)):
+        if name is None:
+            continue
+        for other, known in named:
+            if _same(str(name), known):
+                raise OperatorError(f"{flag} {name} would write over {other}: give another name.", USAGE)
+        named.append((f"what {flag} writes", str(name)))
+        if str(name) != "-":
             check_writable(Path(name))
     if real and study.learns and importlib.util.find_spec("torch") is None:
         raise OperatorError(
@@ -103,16 +137,39 @@ def _check(options: Options, study: Study, *, real: bool) -> None:
         )  # fmt: skip
 
 
+def _same(one: str, other: str) -> bool:
+    """Whether two names are of one file, through links, too."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    with contextlib.suppress(OSError):  # one of them is not there
+        return Path(one).samefile(other)
+    return False
+
+
 def check_writable(file: Path) -> None:
-    """Raises: OperatorError: the folder is not there, or the file is a folder."""
-    if file.is_dir() or not file.parent.is_dir():
-        what = "is a folder" if file.is_dir() else f"cannot be made: there is no folder {file.parent}"
-        raise OperatorError(f"{file} {what}. Give the name of a file.", SETTINGS)
+    """Raises: OperatorError: the folder is not there or not ours, or the name is a folder's or too long."""
+    try:
+        if not file.parent.is_dir():
+            why = f"there is no folder {file.parent}"
+        elif file.is_dir():
+            why = "it is a folder"
+        elif file.exists() and not os.access(file, os.W_OK):
+            why = "it may not be changed"
+        else:
+            if not file.exists() or file.is_file():
+                part, _ = part_of(file)
+                part.touch()
+                part.unlink()
+            return
+    except OSError as error:
+        why = error.strerror or str(error)
+    raise OperatorError(f"{file} cannot be written: {why}. Give the name of a file.", SETTINGS)
 
 
 def _run(study: Study, jobs: int, work: Work, cache: Cache) -> tuple[list[Result], list[Failure]]:
     """All arms of a seed before the next seed, so that a study cut short has pairs."""
     found: dict[tuple[str, int], Result] = {}
+    lost = 0  # runs that are finished and could not be kept
     tasks: list[Task] = []
     for seed in study.seeds:
         for arm in study.arms:
@@ -135,13 +192,18 @@ def _run(study: Study, jobs: int, work: Work, cache: Cache) -> tuple[list[Result
                     continue
                 bars.ended(number)
                 if isinstance(said, Done):
-                    cache.keep(task.experiment, said.result)
+                    why = cache.keep(task.experiment, said.result)
+                    if why and not lost:
+                        print(f"p2pdiloco: finished runs cannot be kept in {cache.folder}: {why}. The next "
+                              "time they run again.", file=sys.stderr)  # fmt: skip
+                    lost += bool(why)
                     found[task.experiment.name, task.seed] = said.result
                 elif isinstance(said, Failed):
                     failures.append(Failure(task.experiment.name, task.seed, said.reason, said.story))
     except KeyboardInterrupt:
         total = len(study.arms) * len(study.seeds)
-        print(f"\nStopped. {len(found)} of {total} runs are finished and kept; the same command goes on from "
+        how = f"and {len(found) - lost} of them kept" if lost else "and kept"
+        print(f"\nStopped. {len(found)} of {total} runs are finished {how}; the same command goes on from "
               "there.", file=sys.stderr)  # fmt: skip
         raise
     ordered = [found[a.name, s] for a in study.arms for s in study.seeds if (a.name, s) in found]
@@ -166,13 +228,11 @@ def _whole(
 
 
 def _write(name: str, data: bytes) -> None:
+    """Into a file, or for `-` to standard output."""
     if name == "-":
-        sys.stdout.write(data.decode() + "\n")
-        return
-    try:
-        Path(name).write_bytes(data.rstrip(b"\n") + b"\n")
-    except OSError as error:
-        raise OperatorError(f"{name} cannot be written: {error.strerror}.", SETTINGS) from None
+        say(data.decode().rstrip("\n"))
+    else:
+        write_output(Path(name), data.rstrip(b"\n") + b"\n")
 
 
 def _commit() -> str | None:

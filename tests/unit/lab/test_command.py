@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.sim.lab.experiment import Experiment
+from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.lab import command
 from p2pdiloco_node.lab.cache import Cache
@@ -91,6 +97,11 @@ def test_a_run_that_fails_is_named_and_the_others_are_there(
         (["good.toml", "--plot", "x.pdf"], 2, ".svg or .png"),
         (["good.toml", "--set", "model.kind=none", "--plot", "x.svg"], 2, "has none"),
         (["good.toml", "--json", "nowhere/x.json"], 3, "there is no folder nowhere"),
+        (["good.toml", "--json", "n" * 300], 3, "cannot be written: File name too long"),
+        (["good.toml", "--markdown", "."], 3, "it is a folder"),
+        (["good.toml", "--json", "good.toml"], 2, "would write over the experiment"),
+        (["good.toml", "--json", "link.json"], 2, "would write over the experiment"),
+        (["good.toml", "--json", "./x.svg", "--plot", "x.svg"], 2, "would write over what --json writes"),
         (["--plot", "x.svg"], 2, "--plot is for an experiment"),
         (["--set", "outer.mu=0"], 2, "--set is for an experiment"),
     ],
@@ -101,11 +112,13 @@ def test_slips_get_one_sentence(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("good.toml").write_text("[run]\nrounds = 2\n")
+    Path("link.json").symlink_to("good.toml")
     Path("bad.toml").write_text('[outer]\npolcy = "barrier"\n')
     assert run_command(["simulate", *flags]) == code
     said = capsys.readouterr().err
     assert sentence in said
     assert len(said.splitlines()) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.toml", "good.toml", "link.json"]
 
 
 def test_nobody_waits_for_hours_to_hear_that_matplotlib_is_missing(
@@ -114,3 +127,80 @@ def test_nobody_waits_for_hours_to_hear_that_matplotlib_is_missing(
     monkeypatch.setattr("p2pdiloco_node.lab.plots.importlib.util.find_spec", lambda _name: None)
     with pytest.raises(OperatorError, match=r"p2pdiloco\[lab\]"):
         simulate_study(Options(two_arms, plot=tmp_path / "x.svg"), work=fake.work)
+
+
+def test_a_full_disk_takes_neither_the_tables_nor_the_files_before(
+    two_arms: Path, tmp_path: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out, page = tmp_path / "out.json", tmp_path / "out.md"
+    out.write_text("of the last time")
+
+    def full(part: Path, data: bytes) -> int:
+        if data.startswith(b"{"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        with part.open("wb") as opened:
+            return opened.write(data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    options = Options(two_arms, jobs=1, json=str(out), markdown=page)
+    with pytest.raises(OperatorError, match=r"out\.json cannot be written: No space left") as refused:
+        simulate_study(options, work=fake.work, cache=Cache(tmp_path / "cache"))
+    assert refused.value.exit_code == 6
+    assert "Against barrier" in capsys.readouterr().out
+    assert "| barrier | 3 |" in page.read_text()
+    assert out.read_text() == "of the last time"
+
+
+def test_files_are_written_though_nobody_reads_the_tables(
+    two_arms: Path, tmp_path: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", gone)
+        with pytest.raises(BrokenPipeError):
+            simulate_study(
+                Options(two_arms, jobs=1, json=str(tmp_path / "a.json")), work=fake.work,
+                cache=Cache(tmp_path / "cache"),
+            )  # fmt: skip
+        os.dup2(os.open(os.devnull, os.O_WRONLY), gone.fileno())
+    assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == 6
+
+
+def test_names_that_the_terminal_cannot_write_lose_nothing(
+    tmp_path: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[arms."\U0001f419 with a name of many letters".run]\n', encoding="utf-8")
+    for json_file, expected in ((None, b"? with"), ("-", b"\\ud83d\\udc19 with")):
+        narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", narrow)
+            options = Options(file, jobs=1, json=json_file)
+            assert simulate_study(options, work=fake.work, cache=Cache(tmp_path / "cache")) == 0
+        assert expected in narrow.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_what_is_not_kept_is_said_once_and_not_counted(
+    two_arms: Path, tmp_path: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    nowhere = tmp_path / "file"
+    nowhere.touch()
+    cache = Cache(nowhere / "lab")
+    keep, asked = cache.keep, []
+
+    def keep_two(experiment: Experiment, result: Result) -> str:
+        asked.append(result)
+        if len(asked) > 2:
+            raise KeyboardInterrupt
+        return keep(experiment, result)
+
+    monkeypatch.setattr(cache, "keep", keep_two)
+    with pytest.raises(KeyboardInterrupt):
+        simulate_study(Options(two_arms, jobs=1), work=fake.work, cache=cache)
+    said = capsys.readouterr().err
+    assert said.count("finished runs cannot be kept") == 1
+    assert "Not a directory" in said
+    assert "2 of 6 runs are finished and 0 of them kept" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import time
@@ -89,17 +90,58 @@ def test_a_kept_result_comes_back_under_the_arms_name_and_as_it_was(tmp_path: Pa
     renamed = cache.find(msgspec.structs.replace(learner, name="other"), 3)
     assert renamed == msgspec.structs.replace(result, arm="other")
     assert cache.find(learner, 4) is None
-    assert cache.find(msgspec.structs.replace(learner, outer=Outer(mu=0.5)), 3) is None
+    assert cache.find(msgspec.structs.replace(learner, outer=Outer(mu=0.65)), 3) is None
     assert Cache(tmp_path, fresh=True).find(learner, 3) is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b'{"arm": 3}'])
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b'{"arm": 3}', b"[" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000]
+)
 def test_a_damaged_entry_is_run_again(tmp_path: Path, fake: ModuleType, damage: bytes) -> None:
     cache = Cache(tmp_path)
     cache.keep(QUICK, fake.result(QUICK, 1))
     (entry,) = tmp_path.glob("*.json")
     entry.write_bytes(damage)
     assert cache.find(QUICK, 1) is None
+    assert cache.keep(QUICK, fake.result(QUICK, 1)) == ""
+    assert cache.find(QUICK, 1) == fake.result(QUICK, 1)
+
+
+def test_another_figure_of_the_right_type_is_damage_too(tmp_path: Path, fake: ModuleType) -> None:
+    cache = Cache(tmp_path)
+    cache.keep(QUICK, fake.result(QUICK, 1))
+    cache.keep(QUICK, fake.result(QUICK, 2))
+    entries = [tmp_path / f"{key_of(QUICK, seed)}.json" for seed in (1, 2)]
+    whole = entries[0].read_bytes()
+    assert b'"goodput": 0.95' in whole
+    entries[0].write_bytes(whole.replace(b'"goodput": 0.95', b'"goodput": 0.96'))
+    assert cache.find(QUICK, 1) is None
+    entries[1].write_bytes(whole)  # a whole entry, of another run
+    assert cache.find(QUICK, 2) is None
+
+
+def test_an_entry_without_end_is_not_read(tmp_path: Path, fake: ModuleType) -> None:
+    cache = Cache(tmp_path)
+    (tmp_path / f"{key_of(QUICK, 1)}.json").symlink_to("/dev/zero")
+    assert cache.find(QUICK, 1) is None
+
+
+def test_what_cannot_be_kept_is_said_and_leaves_nothing(
+    tmp_path: Path, fake: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert Cache(file / "lab").keep(QUICK, fake.result(QUICK, 1)) == "Not a directory"
+
+    def full(part: Path, data: bytes) -> int:
+        with part.open("wb") as opened:
+            opened.write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    cache = Cache(tmp_path / "cache")
+    assert cache.keep(QUICK, fake.result(QUICK, 1)) == "No space left on device"
+    assert list(cache.folder.iterdir()) == []
 
 
 def test_the_oldest_results_go_first(
