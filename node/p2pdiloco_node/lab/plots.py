@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.sim.lab.result import Point, Result
 from p2pdiloco_node.config import SETTINGS, USAGE
 from p2pdiloco_node.lab.study import Study
+from p2pdiloco_node.simulate import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,16 +59,21 @@ def draw(file: Path, study: Study, results: Sequence[Result]) -> None:
         for axes, scale in ((by_tokens, None), (by_time, hours)):
             _draw_arm(axes, arm.name, runs, colour, style, scale)
     _dress(by_tokens, by_time, drawn, unit)
-    figure.suptitle(study.question or study.name, fontsize=11, wrap=True)
+    figure.suptitle(_plain(study.question or study.name), fontsize=11, wrap=True)
     figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center",
                   ncols=min(5, len(study.arms)), frameon=False)  # fmt: skip
     # Text stays text, and the same figures make the same file.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "p2pdiloco"}):
-        try:
-            vector = file.suffix.lower() == ".svg"
-            figure.savefig(file, dpi=140, metadata={"Date": None} if vector else None)
-        except OSError as error:
-            raise OperatorError(f"--plot {file} cannot be written: {error.strerror}.", SETTINGS) from None
+    picture = io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "p2pdiloco"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # of a name: a box stands for it
+        kind = file.suffix.lower()[1:]
+        figure.savefig(picture, format=kind, dpi=140, metadata={"Date": None} if kind == "svg" else None)
+    write_output(file, picture.getvalue())
+
+
+def _plain(text: str) -> str:
+    """No formula between dollars; and a name that begins with _ is not hidden, as matplotlib would."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _draw_arm(
@@ -87,7 +95,7 @@ def _draw_arm(
     axes.plot(
         [sum(across(p) for p in same) / len(same) for same in points],
         [sum(p.loss for p in same) / len(same) for same in points],
-        style, color=colour, lw=1.8, label=name,
+        style, color=colour, lw=1.8, label=_plain(name),
     )  # fmt: skip
     ends = [r.curve[-1] for r in runs]
     axes.plot([across(p) for p in ends], [p.loss for p in ends], "o", color=colour, ms=3.5)

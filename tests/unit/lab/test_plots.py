@@ -62,3 +62,20 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_run(tmp_path: Path) -> 
     with pytest.raises(OperatorError, match="no run has a curve"):
         draw(tmp_path / "a.svg", STUDY, [])
     check_plot(tmp_path / "a.svg", STUDY)
+
+
+def test_names_are_no_formulas_and_none_is_hidden(tmp_path: Path, fake: ModuleType) -> None:
+    names = (r"eta $\frac{1$", "$x_{$", r"\$5$", "_hidden", "\U0001f419")
+    arms = tuple(Experiment(name=name) for name in names)
+    study = Study("s", r"Is $\frac{1}$ more than _?", (1,), arms)
+    results = [fake.result(arm, 1) for arm in arms]
+    draw(tmp_path / "a.svg", study, results)
+    texts = [(e.text or "").strip() for e in ET.parse(tmp_path / "a.svg").iter()]
+    for words in (*names, study.question):
+        assert words in texts
+    draw(tmp_path / "a.png", study, results)
+
+
+def test_a_picture_that_cannot_be_written_is_said(tmp_path: Path, fake: ModuleType) -> None:
+    with pytest.raises(OperatorError, match="cannot be written"):
+        draw(tmp_path / "nowhere" / "a.svg", STUDY, [fake.result(ARMS[0], 1)])
