@@ -112,7 +112,7 @@ def _dress(by_tokens: Axes, by_time: Axes, drawn: Sequence[Result], unit: str) -
     by_tokens.set_ylabel("held-out loss, nats per token")
     by_tokens.set_xlabel("merged tokens, millions")
     by_time.set_xlabel(f"virtual time, {unit}")
-    by_time.annotate("dots: the end, on more text\nthin lines: seeds", (0.99, 0.98), xycoords="axes fraction",
+    by_time.annotate("dots: the end of each seed\nthin lines: seeds", (0.99, 0.98), xycoords="axes fraction",
                      ha="right", va="top", fontsize=8, color="#555555")  # fmt: skip
     for axes in (by_tokens, by_time):
         axes.set_xlim(left=0)
