@@ -177,5 +177,5 @@ lab_runs_max = 4096  # arms times seeds of one command
 lab_jobs_max = 256  # processes of one command
 lab_message_bytes_max = 64 * MIB  # a result: 1,024 nodes and joiners at 200 bytes, twice over, and its curve
 lab_told_s = 0.25  # a run says how far it is at most so often
-lab_events_max = 2_000_000  # of a lab run without an outer step: seconds; a thousand nodes make 100,000 a pass
+lab_events_max = 2_000_000  # of a lab run without an outer step; a thousand nodes make 100,000 a pass
 lab_cache_bytes_max = 1024 * MIB  # results kept for later; the oldest go first

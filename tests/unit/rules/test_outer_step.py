@@ -81,9 +81,7 @@ def test_at_rho_1_it_is_dilocos_nesterov():
     assert scalars.eta == f32(0.8)
 
 
-@pytest.mark.parametrize(
-    ("n_eff", "eta"), [(0, 0.5), (1, 0.5), (2, 0.55), (4, 0.6), (8, 0.65), (60, 0.65)]
-)
+@pytest.mark.parametrize(("n_eff", "eta"), [(0, 0.5), (1, 0.5), (2, 0.55), (4, 0.6), (8, 0.65), (60, 0.65)])
 def test_eta_follows_the_number_of_nodes(n_eff, eta):
     assert scalars_of(OuterSpec(), 1.0, 10, n_eff).eta == pytest.approx(eta, abs=1e-4)
 
