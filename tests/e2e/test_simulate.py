@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(
-        NO_MODEL + "[arms.short.run]\nrounds = 5\n[arms.long.run]\nrounds = 1000000\n"
+        NO_MODEL + "[arms.short.run]\nrounds = 5\n[arms.long.run]\nrounds = 200000\n"
     )
     process = start(tmp_path, "a.toml", "--jobs", "2")
     cache = tmp_path / "cache" / "p2pdiloco" / "lab"
