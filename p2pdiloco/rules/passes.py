@@ -1,7 +1,11 @@
-"""When a pass ends: whichever is first of H steps and `pass_s` seconds (DyLU, algorithm.md 1 and 3)."""
+"""When a pass ends: whichever is first of H steps and `pass_s` seconds (DyLU, algorithm.md 1 and 3).
+
+Both are counted from the first adoption in the pass (decision 16).
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -64,3 +68,14 @@ def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool) 
     steps = current.steps - (current.aligned_steps or 0)
     full = steps >= inner_steps or current.seconds - current.aligned_s >= pass_s
     return Next.FINISH if full or longest else Next.STEP
+
+
+def steps_left(current: Pass, *, inner_steps: int, pass_s: float, step_s: float) -> int:
+    """Inner steps of `step_s` seconds until `next_move` ends an allowed pass, at least 1: to leap ahead.
+
+    `pass_s` may be infinite: the pass ends by its steps alone.
+    """
+    factor = limits.pass_prolonged_factor
+    by_steps = min(inner_steps + (current.aligned_steps or 0), factor * inner_steps) - current.steps
+    left_s = min(pass_s + current.aligned_s, factor * pass_s) - current.seconds
+    return max(1, by_steps if math.isinf(pass_s) else min(by_steps, math.ceil(left_s / step_s)))

@@ -196,9 +196,7 @@ class Lab:
             return
         silence = 2 * self.e.pass_s
         live = {
-            n.peer: 0.0
-            for n in self.nodes
-            if n.member and not n.entering and (n.up or now - n.heard_at < silence)
+            n.peer for n in self.nodes if n.member and not n.entering and (n.up or now - n.heard_at < silence)
         }
         decision = ledger.decide(live, now=now)
         if not decision.close:

@@ -6,7 +6,7 @@ merge and the step are computed by p2pdiloco.diloco; certification is a delay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from p2pdiloco.diloco.layout import Array
@@ -69,7 +69,7 @@ class Ledger:
     def is_too_late(self, base_version: int) -> bool:
         return too_late(self.state, self.spec, _Base(base_version))
 
-    def decide(self, live: Mapping[PeerId, float], *, now: float) -> Decision:
+    def decide(self, live: Collection[PeerId], *, now: float) -> Decision:
         """Whether to close the outer step now. `live`: nodes heard from within two passes."""
         ready: dict[PeerId, Held] = {}
         for held in self.held.values():

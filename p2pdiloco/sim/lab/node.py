@@ -18,7 +18,7 @@ from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, tagged_digest
 from p2pdiloco.rules.outer_step import Candidate
-from p2pdiloco.rules.passes import Next, Pass, next_move
+from p2pdiloco.rules.passes import Next, Pass, next_move, steps_left
 from p2pdiloco.rules.schedule import learning_rate
 from p2pdiloco.sim.lab.fragments import gather, scatter
 from p2pdiloco.sim.lab.ledger import Held
@@ -36,8 +36,6 @@ class Flight(NamedTuple):
     """An own delta that is not settled."""
 
     held: Held
-    sequence: int
-    steps: int
     size: int  # bytes
     lost: bool  # never arrives and is never offered again (lab only)
 
@@ -180,7 +178,7 @@ class LabNode:
         """The next step begins; without arrays, as many at once as the pass still has."""
         steps = 1
         if self.trainer is None and not self.waiting:
-            steps = max(1, min(self._steps_left(part) for part in self.parts))
+            steps = min(self._steps_left(part) for part in self.parts)
         self._stride_began = self._lab.clock.now
         self._stride(steps, steps * self._pace_s)
 
@@ -207,13 +205,13 @@ class LabNode:
         self._pace_s = self.step_s * (self._lab.chance.uniform(1 - jitter, 1 + jitter) if jitter else 1.0)
 
     def _steps_left(self, part: Part) -> int:
-        inner = self._lab.e.inner
-        aligned, aligned_s = part.current.aligned_steps or 0, part.current.aligned_s
-        by_steps = math.ceil(inner.inner_steps * part.share - EPSILON_S) - part.current.steps + aligned
-        if not self._lab.e.outer.dylu:
-            return by_steps
-        left_s = self._pass_s(part) - part.current.seconds + aligned_s
-        return min(by_steps, math.ceil(left_s / self._pace_s - EPSILON_S))
+        return steps_left(
+            part.current, inner_steps=self._inner_steps(part), pass_s=self._pass_s(part) - EPSILON_S,
+            step_s=self._pace_s,
+        )  # fmt: skip
+
+    def _inner_steps(self, part: Part) -> int:
+        return max(1, math.ceil(self._lab.e.inner.inner_steps * part.share - EPSILON_S))
 
     def _pass_s(self, part: Part) -> float:
         if not self._lab.e.outer.dylu:
@@ -273,9 +271,8 @@ class LabNode:
 
     def _move(self, part: Part) -> Next:
         lab = self._lab
-        steps = max(1, math.ceil(lab.e.inner.inner_steps * part.share - EPSILON_S))
         return next_move(
-            part.current, inner_steps=steps, pass_s=self._pass_s(part) - EPSILON_S,
+            part.current, inner_steps=self._inner_steps(part), pass_s=self._pass_s(part) - EPSILON_S,
             allowed=len(part.flights) < lab.e.outer.in_flight_max,
         )  # fmt: skip
 
@@ -284,7 +281,7 @@ class LabNode:
         lab = self._lab
         clock = 0
         for part in self.parts:
-            own = part.current.steps + sum(f.steps for f in part.flights.values())
+            own = part.current.steps + sum(f.held.candidate.steps for f in part.flights.values())
             clock += lab.ledgers[part.number].clocks[part.version] + own * lab.e.tokens_per_step
         return learning_rate(
             lab.terms.inner, clock // len(self.parts), target_tokens=lab.e.target_tokens,
@@ -328,7 +325,7 @@ class LabNode:
         )
         lost = lab.chance.happens(lab.e.swarm.delta_lost_for_good)
         held = Held(candidate, 0.0, decoded, experts)
-        part.flights[digest] = Flight(held, part.sequence, steps, lab.delta_bytes(part.number, codec), lost)
+        part.flights[digest] = Flight(held, lab.delta_bytes(part.number, codec), lost)
         self.deltas += 1
         part.begin()
         self._draw_pace()
@@ -460,7 +457,7 @@ class LabNode:
                 if part.feedback is not None:
                     part.feedback.listed(Digest(c.delta))
             for digest, other in list(part.flights.items()):
-                if other.sequence < c.sequence:
+                if other.held.candidate.sequence < c.sequence:
                     del part.flights[digest]
                     self.passed_over += 1
                     if part.feedback is not None:

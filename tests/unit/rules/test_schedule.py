@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdiloco.rules.passes import Next, Pass, next_move
+from p2pdiloco.rules.passes import Next, Pass, next_move, steps_left
 from p2pdiloco.rules.schedule import learning_rate, moments_warmup
 from p2pdiloco_node.training.presets import PRESETS, inner_spec
 
@@ -93,6 +95,31 @@ def test_the_first_adoption_begins_the_count_anew() -> None:
 
 def test_no_pass_is_longer_than_what_the_log_takes() -> None:
     assert after_adoption(36, 10.0, 4) is Next.FINISH
+
+
+@given(
+    st.integers(1, 39),
+    st.integers(0, 30),
+    st.sampled_from([0.1, 0.3, 0.9, 2.0]),
+    st.sampled_from([5.0, math.inf]),
+)
+def test_who_leaps_ahead_lands_where_the_steps_end(
+    steps: int, then: int, step_s: float, pass_s: float
+) -> None:
+    """`steps_left` agrees with `next_move` taken step by step, adoption and the cap of 4 H included."""
+    current = Pass(base_version=0, data_first=0, steps=steps, seconds=steps * step_s)
+    if then:
+        current.adopted()
+    rules = {"inner_steps": 10, "pass_s": pass_s}
+    left = steps_left(current, step_s=step_s, **rules)  # type: ignore[arg-type]
+    taken = 0
+    while taken == 0 or next_move(current, allowed=True, **rules) is not Next.FINISH:  # type: ignore[arg-type]
+        current.add_step(1.0, step_s)
+        taken += 1
+    assert abs(left - taken) <= 1  # seconds are a sum, which may round
+    assert current.steps <= 40
+    if math.isinf(pass_s):
+        assert left == taken
 
 
 def test_loss_is_the_mean_of_the_pass() -> None:
