@@ -15,6 +15,7 @@ import torch
 
 from p2pdiloco.run_spec import InnerSpec, ModelSpec, TensorSpec
 from p2pdiloco.sim.lab.experiment import Experiment
+from p2pdiloco.sim.lab.terms import terms_of
 from p2pdiloco_node.lab import networks
 from p2pdiloco_node.lab.compiling import LossSum, compiled_for
 from p2pdiloco_node.lab.text import Feed, load_text
@@ -202,21 +203,4 @@ def make_model(experiment: Experiment, seed: int, *, compiled: bool | None = Non
 
 def loop_spec(experiment: Experiment, tensors: tuple[TensorSpec, ...]) -> LabSpec:
     """The experiment in the RunSpec's words."""
-    return LabSpec(networks.model_spec(experiment.model, tensors), _inner_spec(experiment))
-
-
-def _inner_spec(experiment: Experiment) -> InnerSpec:
-    inner = experiment.inner
-    return InnerSpec(
-        inner_steps=inner.inner_steps,
-        pass_s=experiment.pass_s,
-        sequences_per_step=inner.sequences_per_step,
-        lr=inner.lr,
-        lr_min_share=inner.lr_min_share,
-        warmup_tokens=round(inner.warmup_share * experiment.target_tokens),
-        moments_warmup_steps=inner.moments_warmup_steps,
-        beta1=0.9,
-        beta2=0.95,
-        weight_decay=inner.weight_decay,
-        clip_norm=inner.clip_norm,
-    )
+    return LabSpec(networks.model_spec(experiment.model, tensors), terms_of(experiment, tensors).inner)

@@ -185,7 +185,7 @@ class Worker:
         # Numbers that the log knows already are not used again (an own record that was lost).
         self._next_sequence = max(self._next_sequence, adopt.sequence + 1)
         self._clock_tokens = adopt.clock + sum(s.tokens for s in self._sent)
-        if first or adopt.reset or self._pass is None:
+        if self._pass is None or adopt.reset:
             self._begin_pass()
         else:
             self._pass.adopted()

@@ -57,8 +57,7 @@ class Nesterov:
 
     @property
     def momentum(self) -> Array | None:
-        # A constant g gives M = g / (1 - mu).
-        return self._m * np.float32(1 - self._mu) if 0 < self._mu < 1 else None
+        return _of_one_mean(self._m, self._mu)
 
     def step(self, params: Array, mean: Array, planned: OuterStep) -> None:
         apply_outer_step(GlobalState(params, self._m), mean, planned.scalars, self._mu)
@@ -84,7 +83,7 @@ class DelayedNesterov:
 
     @property
     def momentum(self) -> Array | None:
-        return self._m * np.float32(1 - self._mu) if 0 < self._mu < 1 else None
+        return _of_one_mean(self._m, self._mu)
 
     def step(self, params: Array, mean: Array, planned: OuterStep) -> None:
         eta, listed = planned.scalars.eta, len(planned.contributions)
@@ -193,7 +192,7 @@ class Textbook:
 
     @property
     def momentum(self) -> Array | None:
-        return self._m * np.float32(1 - self._mu) if 0 < self._mu < 1 else None
+        return _of_one_mean(self._m, self._mu)
 
     def step(self, params: Array, mean: Array, planned: OuterStep) -> None:
         eta, mu = np.float32(planned.scalars.eta), np.float32(self._mu)
@@ -205,6 +204,11 @@ class Textbook:
             move += mean
             move *= eta
             params -= move
+
+
+def _of_one_mean(m: Array, mu: float) -> Array | None:
+    """Heavy-ball momentum on the scale of one mean: a constant g gives m = g / (1 - mu)."""
+    return m * np.float32(1 - mu) if 0 < mu < 1 else None
 
 
 def _freshness(planned: OuterStep) -> float:
