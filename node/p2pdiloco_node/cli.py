@@ -145,7 +145,7 @@ def run_new(
     inner_steps:
         Inner steps of a pass (H).
     pass_s:
-        Longest duration of a pass in seconds.
+        Seconds from the first adoption in a pass to its end, if H steps are not taken before.
     codec:
         How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
     committee:
