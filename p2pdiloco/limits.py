@@ -166,6 +166,7 @@ shard_retry_s = 30.0  # a data shard that cannot be read is tried again after th
 data_window_shards = 16  # shards in use at once: 64 MiB; part of the data order, so never a node's choice
 
 # Making a run
+model_config_bytes_max = 16 * KIB  # arguments of a config class; the longest known are 2 KiB
 corpus_files_max = 100_000  # text files of one corpus
 corpus_bytes_max = 4096 * MIB  # of one corpus, read once and copied into shards
 evaluation_share_max = 0.1  # of the corpus held out at most

@@ -10,9 +10,12 @@ import pytest
 from p2pdiloco.ids import PeerId, RunId, digest_of
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.run_spec import (
+    BYTES,
+    FORMAT,
     BlobRef,
     CommitteeSpec,
     DataSpec,
+    EvaluationSet,
     Genesis,
     InnerSpec,
     ModelSpec,
@@ -52,13 +55,16 @@ def peer_of(i: int) -> PeerId:
 def made_up_spec(*, admission: str = "local", target_tokens: int = 2_000_000, **changed: object) -> RunSpec:
     tensors = (TensorSpec("w", (870, 1000)),)
     fields = {
-        "format": 1,
+        "format": FORMAT,
         "math_version": 1,
         "name": "stdlib bytes",
         "owner_key": bytes(32),
-        "model": ModelSpec("llama", "1m", 256, 128, 384, 4, 4, 4, 128, True, tensors),
+        "model": ModelSpec("llama", "1m", b"{}", 256, 128, tensors),
         "data": DataSpec(
-            "bytes", (BlobRef(digest_of(b"s"), 4096, 4096),), BlobRef(digest_of(b"e"), 4096, 4096)
+            BYTES,
+            1,
+            (BlobRef(digest_of(b"s"), 4096, 4096),),
+            (EvaluationSet("all", BlobRef(digest_of(b"e"), 4096, 4096), 4096),),
         ),
         "inner": InnerSpec(20, 4.0, 8, 1e-3, 0.1, 1000, 10, 0.9, 0.95, 0.1, 1.0),
         "outer": OuterSpec(),

@@ -169,6 +169,8 @@ def _named_blobs(spec: RunSpec) -> dict[Digest, str]:
     names = {
         **{Digest(c): f"chunk {i} of version 0's momentum" for i, c in enumerate(genesis.momentum)},
         **{Digest(c): f"chunk {i} of version 0's params" for i, c in enumerate(genesis.params)},
+        **{Digest(p.digest): "a piece of the tokenizer" for p in data.tokenizer.pieces},
+        **{Digest(e.shard.digest): f"the evaluation shard {e.name!r}" for e in data.evaluations[1:]},
         Digest(data.evaluation.digest): "the evaluation shard",
     }
     count = len(data.shards)

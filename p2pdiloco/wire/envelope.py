@@ -39,7 +39,7 @@ from p2pdiloco.wire.signing import (
     proposal_statement,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 DOMAIN = b"p2pdiloco/v1/envelope\0"
 ANYBODY = PeerId(NO_DIGEST)  # the receiver of what is meant to be passed on
 

@@ -83,7 +83,7 @@ def test_a_run_of_another_version_is_the_operators_to_mend(change: dict[str, int
 def test_a_format_to_come_is_told_from_a_damaged_file() -> None:
     """Its fields beyond the heading are unknown here."""
     heading = [FORMAT + 1, 3, "later", OWNER.public_key, {"something": "new"}]
-    with pytest.raises(OperatorError, match="'later' has format 2 and math 3"):
+    with pytest.raises(OperatorError, match="'later' has format 3 and math 3"):
         open_run_spec(by(encode(heading)), verify_ed25519)
     refused(by(encode(heading), THIEF), "BAD_SIGNATURE")
 

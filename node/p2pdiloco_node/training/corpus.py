@@ -16,7 +16,7 @@ from typing import NamedTuple
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest, digest_of
-from p2pdiloco.run_spec import BlobRef, DataSpec
+from p2pdiloco.run_spec import BYTES, BlobRef, DataSpec, EvaluationSet
 from p2pdiloco.wire.frames import make_frame
 
 READ_BYTES = 1 << 20
@@ -148,7 +148,8 @@ def write_shards(corpus: Corpus, put: Callable[[Digest, bytes], None], progress:
     for shard in training_shards(corpus):
         progress("writing shards", len(written) / shards)
         written.append(_shard(shard, put))
-    return DataSpec(tokenizer="bytes", shards=tuple(written), evaluation=_shard(held_out_shard(corpus), put))
+    held_out = _shard(held_out_shard(corpus), put)
+    return DataSpec(BYTES, 1, tuple(written), (EvaluationSet("all", held_out, held_out.tokens),))
 
 
 def training_shards(corpus: Corpus) -> Iterator[bytes]:

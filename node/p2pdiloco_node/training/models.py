@@ -1,38 +1,27 @@
-"""transformers' Llama built from the RunSpec's plain numbers: no remote code, no download, no pickle.
+"""transformers' models built from the RunSpec's config: no remote code, no download, no pickle.
 
 Only the trainer process imports this module: torch and transformers take seconds and hundreds of megabytes.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 
 
 def build_model(spec: ModelSpec) -> Any:
-    """A LlamaForCausalLM in float32 on the CPU, initialised by transformers from torch's global seed.
+    """A causal language model in float32 on the CPU, initialised by transformers from torch's global seed.
 
     `spec.tensors` is not looked at: genesis builds the model to find them.
     """
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        max_position_embeddings=spec.seq_len,
-        tie_word_embeddings=spec.tied,
-        attn_implementation="sdpa",
-        use_cache=False,
-        dtype="float32",
-    )
-    return LlamaForCausalLM(config)
+    config = AutoConfig.for_model(spec.family, **json.loads(spec.config))
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
 
 
 def tensor_layout(model: Any) -> tuple[TensorSpec, ...]:

@@ -5,7 +5,9 @@ Sizes are counted with tied embeddings and a vocabulary of 256 bytes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import InnerSpec, ModelSpec, TensorSpec
@@ -51,19 +53,29 @@ def preset(name: str) -> Preset:
 def model_spec(name: str, tensors: tuple[TensorSpec, ...]) -> ModelSpec:
     """The RunSpec's model: the preset's numbers and the layout that genesis finds (empty before)."""
     p = preset(name)
+    config = {
+        "vocab_size": VOCAB_BYTES,
+        "hidden_size": p.hidden_size,
+        "intermediate_size": p.intermediate_size,
+        "num_hidden_layers": p.layers,
+        "num_attention_heads": p.heads,
+        "num_key_value_heads": p.kv_heads,
+        "max_position_embeddings": p.seq_len,
+        "tie_word_embeddings": True,
+    }
     return ModelSpec(
         family=name.partition(":")[0],
         preset=name,
+        config=config_bytes(config),
         vocab_size=VOCAB_BYTES,
-        hidden_size=p.hidden_size,
-        intermediate_size=p.intermediate_size,
-        layers=p.layers,
-        heads=p.heads,
-        kv_heads=p.kv_heads,
         seq_len=p.seq_len,
-        tied=True,
         tensors=tensors,
     )
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """The one form in which a config's arguments stand in a RunSpec."""
+    return json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def warmup_tokens(target_tokens: int, step_tokens: int) -> int:
