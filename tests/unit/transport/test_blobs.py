@@ -412,7 +412,7 @@ async def test_a_herd_gets_it_with_four_at_a_time(ends: Any) -> None:
     one.blobs.put(NAME, DATA, Purpose.SHARD)
     most = 0
     routes = one.server._blob_routes
-    send = routes._send
+    send = routes._files._send
 
     async def watched(*args: Any) -> None:
         nonlocal most
@@ -420,7 +420,7 @@ async def test_a_herd_gets_it_with_four_at_a_time(ends: Any) -> None:
         await asyncio.sleep(0.05)
         await send(*args)
 
-    routes._send = watched
+    routes._files._send = watched
     await asyncio.gather(
         *(other.client.fetch(NAME, len(DATA), [one.peer], Purpose.SHARD) for other in others)
     )  # fmt: skip
