@@ -98,6 +98,8 @@ class DataSpec(Struct, frozen=True):
     token_bytes: Annotated[int, Meta(ge=1, le=4)]  # 1, 2 or 4
     shards: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=100_000)]
     evaluations: Annotated[tuple[EvaluationSet, ...], Meta(min_length=1, max_length=16)]
+    window_shards: Annotated[int, Meta(ge=1, le=256)] = limits.data_window_shards
+    # ^ shards that a node reads at once (algorithm.md 8): fewer need less disk, more are better mixed
 
     @property
     def evaluation(self) -> BlobRef:

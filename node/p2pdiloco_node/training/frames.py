@@ -71,6 +71,12 @@ class Resume(Frame, frozen=True):
     pass
 
 
+class ShardsChanged(Frame, frozen=True):
+    """Files of data shards came or went: look again, and read those of `gone` no more."""
+
+    gone: tuple[int, ...]
+
+
 class SaveCheckpoint(Frame, frozen=True):
     """Write the moments to `path` (they are no part of the global state)."""
 
@@ -81,7 +87,7 @@ class Stop(Frame, frozen=True):
     pass
 
 
-Command = Configure | Adopt | Allow | Evaluate | Pause | Resume | SaveCheckpoint | Stop
+Command = Configure | Adopt | Allow | Evaluate | Pause | Resume | ShardsChanged | SaveCheckpoint | Stop
 
 # Trainer to daemon ----------------------------------------------------------------------------------------
 
@@ -107,6 +113,7 @@ class Stepped(Frame, frozen=True):
     longest_gap_s: float  # between the ends of two inner steps since the last report
     version: int  # adopted
     lr: float
+    cursor: int = 0  # first sequence of the node's own order that is not read yet
 
 
 class PassDone(Frame, frozen=True):
@@ -149,7 +156,7 @@ class NotEvaluated(Frame, frozen=True):
 
 
 class ShardsMissing(Frame, frozen=True):
-    """These shards are passed over from now on, until they are there again; none: all are."""
+    """These shards of the window in use are passed over, until they are there; none: all are there."""
 
     shards: tuple[int, ...]
     why: str  # of one of them; empty where some came back

@@ -30,7 +30,14 @@ from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.wire.codec import decode
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array, take_array, write_array
-from p2pdiloco_node.training.data import DataFeed, DataOrder, ShardMissing, ShardReader, evaluation_places
+from p2pdiloco_node.training.data import (
+    DataFeed,
+    DataOrder,
+    NothingHere,
+    ShardMissing,
+    ShardReader,
+    evaluation_places,
+)
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.evaluation import Evaluation
 from p2pdiloco_node.training.frames import Command, Event
@@ -69,7 +76,7 @@ class Worker:
         sizes = [shard.tokens for shard in spec.data.shards]
         order = DataOrder(
             run_id_of(configure.spec), PeerId(configure.peer), sizes,
-            seq_len=seq_len, window_shards=limits.data_window_shards,
+            seq_len=seq_len, window_shards=spec.data.window_shards,
         )  # fmt: skip
         shards = ShardReader([Path(p) for p in configure.shards], sizes, seq_len=seq_len)
         self._data = DataFeed(
@@ -95,6 +102,7 @@ class Worker:
         self._evaluation: Evaluation | None = None
         self._paused = False
         self._waiting = False
+        self._starved = False  # no data shard is here
         self._saving: threading.Thread | None = None
         self._stepped_at: float | None = None  # end of the last inner step; None: the next ends no gap
         self._pass_seen_at = clock()  # up to here the pass's seconds are counted
@@ -110,7 +118,7 @@ class Worker:
         """Nothing to do until the next command."""
         if self._adopt is not None or self._evaluation is not None or self._asked:
             return False
-        return self._paused or self._pass is None or self._waiting
+        return self._paused or self._pass is None or self._waiting or self._starved
 
     def turn(self) -> None:
         """At an inner-step boundary: adopt, evaluate a slice, then one inner step or the end of the pass."""
@@ -118,7 +126,7 @@ class Worker:
             self._take_over(self._adopt)
             self._adopt = None
         self._evaluate_slice()
-        if self._paused or self._pass is None or self._waiting:
+        if self._paused or self._pass is None or self._waiting or self._starved:
             return
         move = next_move(
             self._pass,
@@ -158,6 +166,11 @@ class Worker:
             case frames.Resume():
                 self._paused = False
                 self._pass_seen_at = self._reported_at = self._clock()
+            case frames.ShardsChanged(gone):
+                self._data.look_again(gone)
+                if self._starved:  # what it waited is no time of the pass
+                    self._starved = False
+                    self._pass_seen_at = self._reported_at = self._clock()
             case frames.SaveCheckpoint(path):
                 self._save(Path(path))
             case frames.Stop():
@@ -197,7 +210,12 @@ class Worker:
     def _step(self, current: Pass) -> None:
         inner = self.spec.inner
         step_tokens = self.spec.tokens_per_inner_step
-        batch, behind = self._data.next_batch(self._cursor, inner.sequences_per_step)
+        try:
+            batch, behind = self._data.next_batch(self._cursor, inner.sequences_per_step)
+        except NothingHere as error:
+            self._starved, self._stepped_at = True, None
+            self._emit(frames.Waiting(str(error)))
+            return
         rate = learning_rate(
             inner, self._clock_tokens + current.steps * step_tokens,
             target_tokens=self._target_tokens, step_tokens=step_tokens,
@@ -231,6 +249,7 @@ class Worker:
                 self._longest_gap_s,
                 self._version,
                 rate,
+                self._cursor,
             )
         )
         self._reported_at, self._reported_tokens, self._longest_gap_s = now, 0, 0.0

@@ -355,18 +355,54 @@ def test_it_resumes_at_its_cursor_and_number(bench: Bench) -> None:
     assert (theirs.sequence, theirs.data_first, theirs.data_count) == (2, 16, 16)
 
 
-def test_bad_data_or_device_is_said_in_a_sentence(tiny: TinyModelRun) -> None:
-    for shard in tiny.shards:
-        shard.unlink()
-    bench = Bench(tiny)
-    bench.adopt(tiny.params)
-    with pytest.raises(OperatorError, match="no data shard can be read"):
-        bench.turn(4)
+def test_a_bad_device_is_said_in_a_sentence(tiny: TinyModelRun) -> None:
     import torch
 
     if not torch.cuda.is_available():
         with pytest.raises(OperatorError, match="use auto or cpu"):
             Bench(tiny, device="cuda")
+
+
+def test_without_any_shard_it_waits_and_goes_on_when_one_is_there(tiny: TinyModelRun) -> None:
+    """The pass's seconds do not run meanwhile, and the data of what was never read is not passed over."""
+    texts = [shard.read_bytes() for shard in tiny.shards]
+    for shard in tiny.shards:
+        shard.unlink()
+    inner = msgspec.structs.replace(tiny.spec.inner, pass_s=100.0)
+    bench = Bench(tiny, spec=msgspec.structs.replace(tiny.spec, inner=inner))
+    bench.adopt(tiny.params)
+    bench.worker.obey(frames.Allow(1, ""))
+    bench.turn(4)
+    assert bench.worker.idle
+    assert [w.why for w in bench.all(frames.Waiting)] == ["no data shard is here"]
+    assert [m.shards for m in bench.all(frames.ShardsMissing)] == [(0, 1)]
+    bench.now += 1000
+    tiny.shards[1].write_bytes(texts[1])
+    bench.worker.obey(frames.ShardsChanged(()))
+    bench.turn(2)
+    tiny.shards[0].write_bytes(texts[0])
+    bench.worker.obey(frames.ShardsChanged(()))
+    bench.turn(3)
+    (done,) = bench.all(frames.PassDone)
+    assert (done.steps, done.data_first) == (4, 0)
+    assert [m.shards for m in bench.all(frames.ShardsMissing)] == [(0, 1), (0,), ()]
+
+
+def test_a_shard_that_is_taken_away_is_not_read_any_more(bench: Bench) -> None:
+    """Its file may be another when it comes back, and takes no room meanwhile."""
+    bench.turn(2)
+    bench.tiny.shards[0].unlink()
+    bench.worker.obey(frames.ShardsChanged((0,)))
+    bench.turn()
+    assert [m.shards for m in bench.all(frames.ShardsMissing)] == [(0,)]
+    assert str(bench.tiny.shards[0]) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_report_says_how_far_the_data_is_read(bench: Bench) -> None:
+    bench.turn(4)
+    steps = bench.all(frames.Stepped)
+    assert [s.cursor for s in steps] == [4 * s.step for s in steps]
+    assert steps[-1].step > 1
 
 
 def test_a_missing_shard_is_passed_over_and_used_again_when_it_is_there(tiny: TinyModelRun) -> None:
