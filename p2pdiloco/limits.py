@@ -228,7 +228,8 @@ bucket_bytes = 32 * MIB  # of text that one process orders and tokenises at a ti
 making_jobs_max = 64  # processes; each takes some 300 MB
 making_told_s = 1.0  # between two looks at how far the making is
 tokenizer_vocab_max = 2**18  # of a tokenizer trained here; more would be embeddings and little else
-tokenizer_file_bytes_max = 8 * frame_content_bytes_max  # a tokenizer.json; the largest in use has 20 MB
+evaluation_sources_max = 15  # evaluation sets of one source each; the RunSpec holds 16 in all
+tokenizer_ids_max = 2**22  # of a tokenizer.json; the largest in use have 2**18
 tokenizer_sample_bytes_max = 128 * MIB  # of text that a tokenizer is trained on; more changes few merges
 
 # Lab

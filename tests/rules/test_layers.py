@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.training",
         "p2pdiloco_node.telemetry",
     ),
+    ("p2pdiloco_node.corpus",),
     ("p2pdiloco_node.lab.text", "p2pdiloco_node.lab.networks"),
     ("p2pdiloco_node.lab.compiling",),
     ("p2pdiloco_node.lab.model",),
