@@ -56,6 +56,8 @@ TRAINER = (
     "p2pdiloco_node.training.models",
     "p2pdiloco_node.training.inner_loop",
     "p2pdiloco_node.training.genesis",
+    "p2pdiloco_node.export.hf_config",
+    "p2pdiloco_node.generation.worker",
     "p2pdiloco_node.lab.model",
     "p2pdiloco_node.lab.networks",
     "p2pdiloco_node.lab.compiling",
