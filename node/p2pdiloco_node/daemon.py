@@ -345,7 +345,11 @@ class Daemon:
         def write(path: Path, data: bytes, /) -> None:
             replace_file(files, path, data)
 
-        return open_token_files(shards, self.participant.blobs.read, folder, write)
+        data = self._spec.data
+        return open_token_files(
+            shards, self.participant.blobs.read, folder, write,
+            token_bytes=data.token_bytes, vocab_size=data.tokenizer.vocab_size,
+        )  # fmt: skip
 
     async def _report(self) -> None:
         """What this node says of itself, for the page."""

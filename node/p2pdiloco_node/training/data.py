@@ -192,23 +192,48 @@ class ShardMissing(OperatorError):
         self.number = number
 
 
-class ShardReader:
-    """Tokens of shards on disk, mapped, one byte each."""
+def unusable(why: str) -> OperatorError:
+    """The run's own data are wrong; everybody who has them has them so."""
+    return OperatorError(
+        f"The run's data is unusable: {why}. This machine and its peers are fine; tell the owner of the run.",
+        exit_code=5,
+    )
 
-    def __init__(self, paths: Sequence[Path], shard_tokens: Sequence[int], *, seq_len: int) -> None:
+
+class ShardReader:
+    """Tokens of shards on disk, mapped: little-endian, `token_bytes` each."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        shard_tokens: Sequence[int],
+        *,
+        seq_len: int,
+        token_bytes: int = 1,
+        vocab_size: int = 256,
+    ) -> None:
         self._paths = paths
         self._tokens = shard_tokens
         self._seq_len = seq_len
-        self._open: dict[int, npt.NDArray[np.uint8]] = {}
+        self._type = np.dtype(f"<u{token_bytes}")
+        self._vocab_size = vocab_size
+        self._open: dict[int, npt.NDArray[np.unsignedinteger]] = {}
 
     def read(self, places: Sequence[Place]) -> Tokens:
         """(len(places), seq_len + 1) tokens.
 
-        Raises: ShardMissing: a shard is missing or has another size.
+        Raises: ShardMissing: a shard is missing or has another size. OperatorError: a token that no model of
+            this run knows, which is its owner's fault (the frame's digest was right).
         """
         batch = np.empty((len(places), self._seq_len + 1), np.int64)
         for row, place in enumerate(places):
             batch[row] = self._shard(place.shard)[place.offset : place.offset + self._seq_len + 1]
+        if batch.size and int(batch.max()) >= self._vocab_size:
+            worst = int(np.argmax(batch.max(axis=1)))
+            raise unusable(
+                f"data shard {places[worst].shard} holds token {batch.max()}, and its tokenizer has "
+                f"{self._vocab_size}"
+            )
         return batch
 
     def absent(self) -> set[int]:
@@ -236,25 +261,25 @@ class ShardReader:
         self.forget([number for number in self._open if number not in shards])
 
     def _file_bytes(self, number: int) -> int:
-        return self._tokens[number]
+        return self._tokens[number] * self._type.itemsize
 
-    def _shard(self, number: int) -> npt.NDArray[np.uint8]:
+    def _shard(self, number: int) -> npt.NDArray[np.unsignedinteger]:
         mapped = self._open.get(number)
         if mapped is None:
             path = self._paths[number]
             try:
-                mapped = np.memmap(path, np.uint8, mode="r")
+                raw = np.memmap(path, np.uint8, mode="r")
             except (OSError, ValueError) as error:
                 raise ShardMissing(
                     number, f"data shard {number} cannot be read at {path}: {error}."
                 ) from None
-            if len(mapped) != self._tokens[number]:
+            if len(raw) != self._file_bytes(number):
                 raise ShardMissing(
                     number,
-                    f"data shard {number} at {path} has {len(mapped)} bytes instead of "
-                    f"{self._tokens[number]}; it is made anew.",
+                    f"data shard {number} at {path} has {len(raw)} bytes instead of "
+                    f"{self._file_bytes(number)}; it is made anew.",
                 )
-            self._open[number] = mapped
+            mapped = self._open[number] = raw.view(self._type)
         return mapped
 
 

@@ -78,12 +78,17 @@ class Worker:
             run_id_of(configure.spec), PeerId(configure.peer), sizes,
             seq_len=seq_len, window_shards=spec.data.window_shards,
         )  # fmt: skip
-        shards = ShardReader([Path(p) for p in configure.shards], sizes, seq_len=seq_len)
+        width, words = spec.data.token_bytes, spec.data.tokenizer.vocab_size
+        shards = ShardReader(
+            [Path(p) for p in configure.shards], sizes, seq_len=seq_len, token_bytes=width, vocab_size=words
+        )
         self._data = DataFeed(
             order, shards, clock, lambda missing, why: emit(frames.ShardsMissing(tuple(missing), why))
         )
         held_out = spec.data.evaluation.tokens
-        self._held_out = ShardReader([Path(configure.evaluation)], [held_out], seq_len=seq_len)
+        self._held_out = ShardReader(
+            [Path(configure.evaluation)], [held_out], seq_len=seq_len, token_bytes=width, vocab_size=words
+        )
         self._eval_places = evaluation_places(
             held_out, seq_len=seq_len, tokens_max=limits.evaluation_tokens_max
         )

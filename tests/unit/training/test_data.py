@@ -17,6 +17,7 @@ from p2pdiloco_node.training.data import (
     DataOrder,
     NothingHere,
     Place,
+    ShardMissing,
     ShardReader,
     evaluation_places,
 )
@@ -267,3 +268,30 @@ def test_evaluation_is_spread_over_the_shard(tokens: int, most: int) -> None:
     assert all(0 <= p.offset <= tokens - 9 and p.offset % 8 == 0 for p in places)
     if len(places) > 1:
         assert places[-1].offset >= tokens * (1 - 2 / len(places)) - 16
+
+
+@pytest.mark.parametrize(("width", "words"), [(1, 256), (2, 65536), (4, 2**22)])
+def test_tokens_of_every_width(tmp_path: Path, width: int, words: int) -> None:
+    tokens = np.arange(29) * (words // 30) + words % 7
+    path = tmp_path / "shard"
+    path.write_bytes(tokens.astype(f"<u{width}").tobytes())
+    reader = ShardReader([path], [29], seq_len=8, token_bytes=width, vocab_size=words)
+    assert reader.absent() == set()
+    batch = reader.read([Place(0, 0), Place(0, 16)])
+    assert batch.dtype == np.int64
+    assert batch.tolist() == [tokens[:9].tolist(), tokens[16:25].tolist()]
+    path.write_bytes(bytes(29 * width - 1))
+    with pytest.raises(ShardMissing, match=f"has {29 * width - 1} bytes instead of {29 * width}"):
+        ShardReader([path], [29], seq_len=8, token_bytes=width, vocab_size=words).read([Place(0, 0)])
+
+
+def test_a_token_that_no_model_knows_is_the_owner_s_fault(tmp_path: Path) -> None:
+    paths = [tmp_path / "0", tmp_path / "1"]
+    for number, path in enumerate(paths):
+        path.write_bytes(np.full(20, 999 + number, "<u2").tobytes())
+    reader = ShardReader(paths, [20, 20], seq_len=8, token_bytes=2, vocab_size=1000)
+    assert reader.read([Place(0, 0)]).max() == 999
+    with pytest.raises(OperatorError, match="shard 1 holds token 1000, and its tokenizer has 1000") as caught:
+        reader.read([Place(0, 0), Place(1, 0)])
+    assert caught.value.exit_code == 5
+    assert not isinstance(caught.value, ShardMissing), "another shard would not help"
