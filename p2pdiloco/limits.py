@@ -189,13 +189,12 @@ checkpoint_s = 300.0  # seconds between them, whichever is first
 shard_retry_s = 30.0  # a data shard that cannot be read is tried again after this time
 data_window_shards = 16  # shards in use at once: 64 MiB; part of the data order, so the run's choice alone
 shard_fetches_max = 3  # data shards fetched at once: of fetches_per_node_max one is left for deltas
-shards_served_max = 3  # data shards served at once by a training node: one of its uploads is left for deltas
-window_patience_s = 20.0  # a starting trainer waits so long for the rest of its first window: what is not there
-# is passed over for this epoch
+shards_served_max = 3  # data shards served at once: of uploads_per_node_max one is left for deltas
+window_patience_s = 20.0  # a starting trainer waits so long for the rest of its first window
 shard_backoff_s_min = 1.0  # pause after a data shard could not be fetched, doubled with each try
 shard_backoff_s_max = 60.0  # and no longer than this: donors come back
 donor_avoided_s = 30.0  # a donor that did not answer, or lied, is asked behind all others for so long
-data_disk_reserve_bytes = 256 * MIB  # left free on the disk by data that are fetched ahead, besides the states
+data_disk_reserve_bytes = 256 * MIB  # left free on the disk by data, besides room for the states
 
 # Making a run
 model_config_bytes_max = 16 * KIB  # arguments of a config class; the longest known are 2 KiB

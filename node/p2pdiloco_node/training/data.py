@@ -131,6 +131,13 @@ class DataOrder:
             if number * self._window_shards >= len(self._shards):
                 epoch, number = epoch + 1, 0
 
+    def bounds(self, cursor: int) -> tuple[int, int]:
+        """The first cursor of the window at `cursor`, and that of the next one."""
+        epoch, position = divmod(cursor, self.sequences_per_epoch)
+        number = self._number_at(epoch, position)
+        start = epoch * self.sequences_per_epoch
+        return start + int(self._starts[number]), start + int(self._starts[number + 1])
+
     def last_used(self, cursor: int) -> Indices:
         """(shards,) When each was used last before the window at `cursor`; larger is later, -1 never."""
         epoch, position = divmod(cursor, self.sequences_per_epoch)

@@ -76,6 +76,7 @@ class BlobRoutes:
         self._intake = Slots(limits.receives_per_node_max, kept=limits.receives_kept, local=local)
         self._outlet = Slots(limits.uploads_per_node_max, kept=limits.uploads_kept, local=local)
         self._files = FileAnswers(self._outlet, pace, traffic)
+        self._shards_out = 0  # served just now
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -107,14 +108,20 @@ class BlobRoutes:
         size, path = self._blobs.size(digest), self._blobs.path(digest)
         if size is None or path is None or not self.visible(digest):
             raise PeerError("NOT_HERE", "this blob is not here, or not shown yet")
-        return await self._files.answer(
-            request,
-            path,
-            size,
-            digest.hex(),
-            known=self._known_address(remote_ip(request)),
-            donors=lambda: [p.hex() for p in self._donors(digest)[:DONORS_NAMED_MAX]],
-        )
+
+        def donors() -> list[str]:
+            return [p.hex() for p in self._donors(digest)[:DONORS_NAMED_MAX]]
+
+        is_shard = self._blobs.purpose(digest) is Purpose.SHARD and request.method != "HEAD"
+        if is_shard and self._shards_out >= limits.shards_served_max:
+            why = "as many data shards as may be are on their way"
+            return refusal("BUSY", why, retry_after_s=limits.retry_after_s, donors=donors())
+        self._shards_out += is_shard
+        try:
+            known = self._known_address(remote_ip(request))
+            return await self._files.answer(request, path, size, digest.hex(), known=known, donors=donors)
+        finally:
+            self._shards_out -= is_shard
 
     async def delta_offset(self, request: web.Request) -> web.StreamResponse:
         """How much of an allowed delta is here, so that an upload goes on where it broke."""

@@ -140,6 +140,11 @@ class Client:
         """
         await self._fetcher.fetch(digest, size_max, donors, purpose)
 
+    @property
+    def deltas_on_the_way(self) -> bool:
+        """Whether a delta is uploaded or fetched by this node just now."""
+        return self._uploader.busy or self._fetcher.fetching_deltas
+
     def remember(self, peer: PeerId, sealed: bytes) -> None:
         """Keep a peer's signed record; written to disk within `ADDRESS_BOOK_FLUSH_S`."""
         self._start(self.learn(peer, sealed))
