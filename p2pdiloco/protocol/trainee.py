@@ -33,8 +33,10 @@ class Trainee:
         self._stands_on = adopted_version
         self._adopted = -1  # newest version given to this life's trainer
         self._evaluated = -1
+        self._due = -1  # newest version whose evaluators were chosen
         self._stands_in = (-1, 0.0)  # (version, from when on) that this node evaluates if nobody did
         self._met_lower = False
+        self._lost = False  # the state under the own work is of an epoch that the owner ended
 
     @property
     def _trains(self) -> bool:
@@ -53,6 +55,12 @@ class Trainee:
         """A snapshot replaced the state: what was in flight is judged by the clock like everything else."""
         self._adopted = -1
 
+    def went_back(self) -> None:
+        """The owner's recovery dropped entries that were the state here: own work begins afresh."""
+        self._adopted = self._evaluated = self._due = -1
+        self._stands_in = (-1, 0.0)
+        self._lost = True
+
     def adopt_if_current(self) -> None:
         rules = self._applied.rules
         if not self._trains or not self._applied.current or self._applied.diverged:
@@ -61,12 +69,18 @@ class Trainee:
         if rules.version == self._adopted:
             return
         behind = _Base(min(self._stands_on, rules.version))
-        reset = too_late(rules, self._ctx.spec, behind)
+        away = too_late(rules, self._ctx.spec, behind)
+        # A crash may have come between the loss and the adoption that follows from it.
+        bases = [self._stands_on, *(h.base_version for h in self._delivery.in_flight)]
+        lost = self._lost or max(bases) > rules.version
+        reset = away or lost
         if reset:
             self._delivery.clear()
+        if away and not lost:
             self._ctx.say(
                 "absence", f"away since version {self._stands_on}: starting afresh from {rules.version}"
             )
+        self._lost = False
         self._delivery.paused = rules.paused
         self._adopted = self._stands_on = rules.version
         known = last_sequence(rules, self._ctx.me)

@@ -232,6 +232,17 @@ class Announce(Struct, frozen=True):
     clock_unix_s: Share  # only to tell the owner of a wrong clock
 
 
+class StateShown(Struct, frozen=True):
+    """How far its sender is, for whoever asks by GET; no message. What of it matters, the log proves."""
+
+    epoch: Count
+    index: Count  # applied
+    head: Bytes32  # body digest at that index
+    params: Bytes32  # root
+    momentum: Bytes32
+    term: Count
+
+
 class OwnerWordMessage(Struct, frozen=True):
     """The owner's signed word, carried to the committee by anybody."""
 
@@ -267,3 +278,20 @@ Message = (
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 # Said to anybody, and meant to be passed on; every other kind names its receiver (wire/envelope.py).
 PASSED_ON: frozenset[type[Message]] = frozenset({PeerRecord, Head})
+# What is said within one epoch of the log and means nothing in another. All other kinds prove themselves, or
+# have nothing to do with the log; by them a node of an older epoch, or one that has just joined, catches up.
+OF_AN_EPOCH: frozenset[type[Message]] = frozenset(
+    {
+        DeltaHeader,
+        DeltaReceipt,
+        Have,
+        Heartbeat,
+        Proposal,
+        Ack,
+        PreVote,
+        PreVoteAnswer,
+        RequestVotes,
+        Vote,
+        NewerTerm,
+    }
+)
