@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-import psutil
 from aiohttp import web
 
 from p2pdiloco import limits
@@ -33,6 +32,7 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import Opened
 from p2pdiloco.wire.log import Entry, OuterStep, open_body
 from p2pdiloco.wire.messages import (
+    OF_AN_EPOCH,
     PASSED_ON,
     DeltaHeader,
     DeltaReceipt,
@@ -41,6 +41,7 @@ from p2pdiloco.wire.messages import (
     Outcome,
     PeerRecord,
     Peers,
+    StateShown,
 )
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
 from p2pdiloco_node import __version__
@@ -49,6 +50,7 @@ from p2pdiloco_node.driver import Desk, Driver, Ports
 from p2pdiloco_node.flight_recorder import FlightRecorder
 from p2pdiloco_node.heads import Heads
 from p2pdiloco_node.held_deltas import HeldDeltas
+from p2pdiloco_node.hosts import names_loopback, reachable_hosts
 from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.state_keeper import DiskStateKeeper
@@ -106,6 +108,10 @@ class Participant:
     def me(self) -> PeerId:
         return self.setting.signer.peer_id
 
+    @property
+    def epoch(self) -> int:
+        return self.node.epoch if self.node is not None else 0
+
     async def __aenter__(self) -> Self:
         """Files, port and client. Raises: OperatorError."""
         try:
@@ -160,6 +166,7 @@ class Participant:
         )
         app = server.app()
         app.add_routes([web.get("/v1/peers", self._get_peers), web.get("/v1/status", self._get_status)])
+        app.add_routes([web.get("/v1/state", self._get_state)])
         app.add_routes(self._more_routes)
         self.listener = await self._stack.enter_async_context(
             Listener(app, setting.listen.host, setting.listen.port)
@@ -175,6 +182,7 @@ class Participant:
                 blobs=self.blobs,
                 on_not_sent=lambda peer, _why: self._put(fact.MessageNotSent(peer)),
                 on_failure=self._failed,
+                on_met=lambda peer: self._put(fact.PeerMet(peer)),
                 local=setting.spec.admission == "local",
                 own=frozenset((host, self.listener.port) for host in hosts),
                 traffic=server.traffic,
@@ -281,6 +289,9 @@ class Participant:
             keeps_delta=keeps,
         )
         self.driver = Driver(self.node, ports, self._recorder)
+        self.client.enter_epoch(self.node.epoch)
+        for peer in self.book.records():
+            self._put(fact.PeerMet(peer))
         if self.node.state.finished:  # in an earlier life: the rules say it once
             self.telemetry.run_ended(self.node.version)
             if desk is not None:
@@ -371,14 +382,18 @@ class Participant:
             return
         if isinstance(message, DeltaReceipt):
             self.telemetry.receipt(message)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, Heartbeat) and opened.epoch >= self.epoch:
             node = self.node
             committee = node.committee if node is not None else self.setting.spec.committee.genesis
             self.heads.heard(opened.sender, message.index, committee)
         if self.driver is None or not self.driver.put(
-            fact.MessageReceived(opened.sender, opened.key, opened.boot, message, sealed)
+            fact.MessageReceived(opened.sender, opened.key, opened.boot, message, sealed, opened.epoch)
         ):
             raise TransportError("busy", limits.retry_after_s)
+        if opened.epoch < self.epoch and type(message) in OF_AN_EPOCH:
+            raise PeerError(  # the rules have heard of it, and tell the sender the way
+                "WRONG_EPOCH", f"epoch {opened.epoch} is over: the owner began epoch {self.epoch} of the run"
+            )
 
     async def _on_delta(self, delta: Digest) -> None:
         if self.driver is not None:
@@ -415,11 +430,19 @@ class Participant:
             records.append(await self.client.seal(self.own_record))
         return web.Response(body=encode(Peers(tuple(records))), content_type="application/octet-stream")
 
+    async def _get_state(self, _request: web.Request) -> web.Response:
+        """How far this node is: what the owner asks before a rescue. The log proves it, or does not."""
+        node = self.node
+        if node is None or node.roots is None:
+            raise PeerError("NOT_HERE", "no state is here yet")
+        shown = StateShown(node.epoch, node.index, node.log.head_at(node.index), *node.roots, node.term)
+        return web.Response(body=encode(shown), content_type="application/octet-stream")
+
     own_record: PeerRecord | None = None
 
     async def _get_status(self, request: web.Request) -> web.Response:
         """For this machine only: no address, path or token is in it, but it is nobody else's business."""
-        if not ipaddress.ip_address(remote_ip(request)).is_loopback or not _names_loopback(request.host):
+        if not ipaddress.ip_address(remote_ip(request)).is_loopback or not names_loopback(request.host):
             raise PeerError("NOT_HERE", "status is for this machine only")
         traffic = self.client.traffic
         lag_s = self.driver.lag_s_max if self.driver is not None else 0.0
@@ -460,36 +483,3 @@ def deltas_named(entries: Sequence[Entry]) -> list[Digest]:
         if isinstance(content, OuterStep):
             named += [Digest(c.delta) for c in content.contributions]
     return named
-
-
-def reachable_hosts(listen: str) -> list[str]:
-    """IP literals at which others may reach a server that listens on `listen`."""
-    address = ipaddress.ip_address(listen)
-    if not address.is_unspecified:
-        return [str(address)]
-    found = []
-    for addresses in psutil.net_if_addrs().values():
-        for one in addresses:
-            try:
-                host = ipaddress.ip_address(one.address)
-            except ValueError:
-                continue  # a hardware address, or one with a zone
-            if (
-                not host.is_loopback
-                and not host.is_link_local
-                and (host.version == 4 or address.version == 6)
-            ):
-                found.append(host)
-    # Public ones first: they work from everywhere.
-    return [str(host) for host in sorted(found, key=lambda h: (h.is_private, h.version, int(h)))][:4]
-
-
-def _names_loopback(host: str) -> bool:
-    """Against a page that points its own name at this machine (DNS rebinding)."""
-    name = host.rsplit(":", 1)[0].strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

@@ -39,15 +39,21 @@ from p2pdiloco.wire.log import (
 )
 from p2pdiloco.wire.messages import (
     KINDS,
+    OF_AN_EPOCH,
     PASSED_ON,
     Ack,
     DeltaHeader,
     Entries,
+    EntriesWanted,
+    Goodbye,
     Head,
     LastAck,
     Message,
     NewerTerm,
+    PeerRecord,
     Proposal,
+    SnapshotOffer,
+    SnapshotWanted,
     Vote,
 )
 from p2pdiloco.wire.signing import (
@@ -156,9 +162,20 @@ def test_truncated_and_lengthened() -> None:
 def test_another_run_version_or_epoch() -> None:
     refused(sealed(NewerTerm(9), run=RunId(digest_of(b"another"))), "WRONG_RUN")
     refused(resigned(sealed(NewerTerm(9)), version=PROTOCOL_VERSION + 1), "WRONG_VERSION")
-    refused(sealed(NewerTerm(9), epoch=1), "WRONG_EPOCH")
-    opened = open_envelope(sealed(NewerTerm(9), epoch=1), verify_ed25519, run=RUN, me=YOU, epoch=1)
-    assert opened.epoch == 1
+
+
+def test_what_belongs_to_an_epoch_opens_in_no_other() -> None:
+    told = sealed(NewerTerm(9), epoch=1)
+    with pytest.raises(PeerError, match="WRONG_EPOCH"):
+        open_envelope(told, verify_ed25519, run=RUN, me=YOU, epoch=0)
+    for epoch in (1, None):  # None: the rules judge
+        assert open_envelope(told, verify_ed25519, run=RUN, me=YOU, epoch=epoch).epoch == 1
+
+
+def test_what_leads_to_an_epoch_opens_in_any() -> None:
+    wanted = sealed(EntriesWanted(4), epoch=2)
+    assert open_envelope(wanted, verify_ed25519, run=RUN, me=YOU, epoch=0).message == EntriesWanted(4)
+    assert not OF_AN_EPOCH & {Entries, EntriesWanted, SnapshotOffer, SnapshotWanted, PeerRecord, Goodbye}
 
 
 HEAD = Head(3, bytes(32), 4)
@@ -186,7 +203,7 @@ def test_only_what_is_meant_to_be_passed_on_is_for_anybody() -> None:
 
 
 def test_versions_are_told_with_the_way_out() -> None:
-    with pytest.raises(PeerError, match=r"protocol 3, this build speaks 2.*pip install --upgrade"):
+    with pytest.raises(PeerError, match=r"protocol 4, this build speaks 3.*pip install --upgrade"):
         open_envelope(
             resigned(sealed(NewerTerm(9)), version=PROTOCOL_VERSION + 1), verify_ed25519, run=RUN, me=YOU
         )
