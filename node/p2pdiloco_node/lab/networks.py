@@ -19,7 +19,7 @@ Counts = npt.NDArray[np.float64]
 def model_spec(model: Model, tensors: tuple[TensorSpec, ...]) -> ModelSpec:
     """The RunSpec's words for it."""
     assert model.kind != "none", "no arrays"
-    config = {
+    config: dict[str, Any] = {
         "vocab_size": VOCAB_BYTES,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
@@ -30,7 +30,11 @@ def model_spec(model: Model, tensors: tuple[TensorSpec, ...]) -> ModelSpec:
         "tie_word_embeddings": True,
     }
     if model.kind == "mixtral":
-        config |= {"num_local_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
+        config |= {
+            "num_local_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "router_aux_loss_coef": model.balance,
+        }
     return ModelSpec(
         family=model.kind,
         preset="lab",
