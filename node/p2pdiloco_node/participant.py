@@ -41,6 +41,7 @@ from p2pdiloco.wire.messages import (
     Outcome,
     PeerRecord,
     Peers,
+    SnapshotOffer,
     StateShown,
 )
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
@@ -62,6 +63,7 @@ from p2pdiloco_node.telemetry import BrainView, Telemetry
 from p2pdiloco_node.transport.answers import remote_ip
 from p2pdiloco_node.transport.client import Client
 from p2pdiloco_node.transport.listener import Listener
+from p2pdiloco_node.transport.readers import ReaderRoutes
 from p2pdiloco_node.transport.server import Server
 
 log = logging.getLogger("p2pdiloco.node")
@@ -167,7 +169,11 @@ class Participant:
         app = server.app()
         app.add_routes([web.get("/v1/peers", self._get_peers), web.get("/v1/status", self._get_status)])
         app.add_routes([web.get("/v1/state", self._get_state)])
-        app.add_routes(self._more_routes)
+        readers = ReaderRoutes(
+            setting.run, setting.folder / "journal" / "log", self._shown, server.traffic,
+            local=setting.spec.admission == "local",
+        )  # fmt: skip
+        app.add_routes([*readers.routes(), *self._more_routes])
         self.listener = await self._stack.enter_async_context(
             Listener(app, setting.listen.host, setting.listen.port)
         )
@@ -198,6 +204,10 @@ class Participant:
         return PeerRecord(tuple(hosts[:4]), port, name, self.setting.role, self.boot)
 
     # Data of the run.
+
+    def _shown(self) -> tuple[SnapshotOffer, ...]:
+        """Snapshots that are whole here; none before the state is open."""
+        return self.keeper.snapshots if self.node is not None else ()
 
     def donors(self) -> list[PeerId]:
         """Peers that may have something, the witness first."""
