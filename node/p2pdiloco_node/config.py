@@ -28,6 +28,8 @@ LAB_COMPILE = f"{PREFIX}LAB_COMPILE"  # whether the lab compiles its inner step:
 USAGE, SETTINGS = 2, 3  # exit codes (docs/exit-codes.md)
 WORDS_ALLOWED = {  # for people, instead of the patterns below
     "device": "give auto, cpu, cuda or cuda:N (N counts this machine's GPUs from 0)",
+    "checkpointing": "give auto, on or off",
+    "offload": "give auto, none, anchor or moments",
     "log_level": "give debug, info, warning or error",
 }
 
@@ -45,7 +47,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peers: tuple[str, ...] | None = None  # HOST:PORT of nodes to ask when no tracker answers
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     threads: Annotated[int, Meta(ge=1, le=256)] = 1  # of the trainer on a CPU
-    micro_batch: Annotated[int, Meta(ge=0, le=65536)] = 0  # sequences per forward pass; 0: whole batch
+    micro_batch: Annotated[int, Meta(ge=0, le=65536)] = 0  # sequences per forward pass; 0: as fits
+    checkpointing: Annotated[str, Meta(pattern="^(auto|on|off)$")] = "auto"  # activations computed twice
+    offload: Annotated[str, Meta(pattern="^(auto|none|anchor|moments)$")] = "auto"  # to host memory
+    compile: bool = False  # torch.compile; on GPUs faster after a minute or two
     keep_deltas: bool = False  # keep every delta, so that `verify` can start at version 0
     stay: bool = False  # when the run is over, keep serving it instead of ending
     log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$")] = "info"

@@ -22,7 +22,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import PeerId, short
 from p2pdiloco.protocol import events as fact
-from p2pdiloco.run_spec import BlobRef, spec_bytes_of
+from p2pdiloco.run_spec import BlobRef, RunSpec, spec_bytes_of
 from p2pdiloco.wire.messages import EvalReport, Goodbye
 from p2pdiloco_node import __version__
 from p2pdiloco_node.announcer import Announcer
@@ -40,6 +40,10 @@ from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
+from p2pdiloco_node.training.families import open_config
+from p2pdiloco_node.training.frames import TrainerSettings
+from p2pdiloco_node.training.machine import this_machine
+from p2pdiloco_node.training.memory_plan import MemoryPlan, check, in_words, plan_memory, wishes_of
 from p2pdiloco_node.training.supervisor import Supervisor
 from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.transport.http_session import make_session
@@ -104,7 +108,7 @@ class Daemon:
         self._session = await self._stack.enter_async_context(
             make_session(connections_max=8, per_host_max=0, build=__version__)
         )
-        found = await find_run(self._data, self._session, self._join, self._peers)
+        found = await find_run(self._data, self._session, self._join, self._peers, fits=self._fits)
         self._spec, self._run = found.spec, found.run
         self._folder = self._data.run_folder(found.run)
         self._name = config.name or f"node-{short(signer.peer_id)[:4]}"
@@ -152,6 +156,33 @@ class Daemon:
             short(signer.peer_id),
             participant.listener.port,
         )
+
+    async def _fits(self, spec: RunSpec, folder: Path) -> None:
+        """What this node will need, said before anything is fetched (scenario R5). Raises: OperatorError."""
+        open_config(spec.model.family, spec.model.config)
+
+        def plan() -> MemoryPlan:
+            machine = this_machine(self.config.device, self._data.root)
+            # What of this run lies here already needs no room any more.
+            kept = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            machine = machine._replace(disk_bytes=machine.disk_bytes + kept)
+            return plan_memory(spec, machine, wishes_of(self.config))
+
+        made = await asyncio.to_thread(plan)
+        log.info("Run %s needs on this machine, at most:\n%s", spec.name, "\n".join(in_words(made)))
+        check(made, spec.name)
+        self._plan = made
+
+    def _trainer_settings(self) -> TrainerSettings:
+        """On a CPU as planned, before this daemon took its part of the RAM; a GPU is the trainer's to ask."""
+        config = self.config
+        asked = TrainerSettings(
+            config.device, config.micro_batch, config.checkpointing, config.offload, config.compile
+        )
+        if self._plan.machine.gpu_bytes is not None:
+            return asked
+        on_or_off = "on" if self._plan.checkpointing else "off"
+        return asked._replace(micro_batch=self._plan.micro_batch, checkpointing=on_or_off)
 
     @property
     def _witness(self) -> PeerId:
@@ -301,8 +332,7 @@ class Daemon:
             self.telemetry,
             put=self._put,
             on_evaluated=self._evaluated,
-            device=self.config.device,
-            micro_batch=self.config.micro_batch,
+            settings=self._trainer_settings(),
         )
         checkpoints = MomentsCheckpoints(folders["moments"], write_durably)
         self._supervisor = Supervisor(

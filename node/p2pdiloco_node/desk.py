@@ -9,6 +9,7 @@ and durable first, then a `PassFinished` for the rules.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.supervisor import Beginning, Supervisor, Told, TrainerDown
+
+log = logging.getLogger("p2pdiloco.node")
 
 
 class State(NamedTuple):
@@ -95,8 +98,7 @@ class TrainerDesk:
         *,
         put: Callable[[fact.Event], object],
         on_evaluated: Callable[[Evaluation], None],
-        device: str,
-        micro_batch: int,
+        settings: frames.TrainerSettings,
     ) -> None:
         """`state`: what this life starts from. `put` queues an event for the rules."""
         self._spec_bytes = spec_bytes
@@ -107,8 +109,7 @@ class TrainerDesk:
         self._telemetry = telemetry
         self._put = put
         self._on_evaluated = on_evaluated
-        self._device = device
-        self._micro_batch = micro_batch
+        self._settings = settings
         self._supervisor: Supervisor | None = None
         self._orders: deque[_Order] = deque()
         self._ordered = asyncio.Event()
@@ -228,16 +229,17 @@ class TrainerDesk:
             exchange="",
             cursor=self._contributor.cursor,
             next_sequence=0,
-            device=self._device,
-            micro_batch=self._micro_batch,
+            **self._settings._asdict(),
         )
         return Beginning(configure, state.version, state.clock, state.target_tokens, view)
 
     async def trainer_said(self, told: Told) -> None:
         telemetry = self._telemetry
         match told:
-            case frames.Configured(device):
+            case frames.Configured(device, _, how):
                 telemetry.begins(device)
+                for sentence in how:
+                    log.info("The trainer: %s", sentence)
             case frames.Stepped(step, _, loss, tokens_per_s, gap_s, version):
                 telemetry.stepped(step, loss, tokens_per_s, gap_s, version)
             case frames.PassDone():
@@ -293,6 +295,9 @@ class TrainerDesk:
             return
         self._put(fact.PassFinished(header))
         self._telemetry.pass_sent()
+        if done.evenness:
+            mean, least = sum(done.evenness) / len(done.evenness), min(done.evenness)
+            log.info("Experts are used evenly to %.3f, in the least even layer to %.3f.", mean, least)
 
 
 def _missing_words(shards: Sequence[int], why: str) -> str:

@@ -8,7 +8,7 @@ this program in one version, so a frame that does not open is our own fault (Ass
 from __future__ import annotations
 
 import asyncio
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,16 @@ LENGTH_BYTES = 4
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
     """Base of all frames."""
+
+
+class TrainerSettings(NamedTuple):
+    """How this machine trains; no other node has to know."""
+
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    micro_batch: int = 0  # sequences per forward pass; 0: as fits in memory
+    checkpointing: str = "auto"  # auto, on, off
+    offload: str = "auto"  # auto, none, anchor, moments
+    compile: bool = False  # losses by torch.compile
 
 
 # Daemon to trainer ----------------------------------------------------------------------------------------
@@ -36,7 +46,10 @@ class Configure(Frame, frozen=True):
     next_sequence: int  # the number that the next finished pass gets
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     threads: int = 1  # of torch on the CPU
-    micro_batch: int = 0  # sequences per forward pass; 0: the whole batch of an inner step at once
+    micro_batch: int = 0  # these four as in TrainerSettings
+    checkpointing: str = "auto"
+    offload: str = "auto"
+    compile: bool = False
     moments: str = ""  # file of AdamW moments to start from; empty: from zero, warmed up
 
 
@@ -101,6 +114,7 @@ class Ready(Frame, frozen=True):
 class Configured(Frame, frozen=True):
     device: str  # for the page: "cpu, 1 thread" or the GPU's name
     params: int
+    how: tuple[str, ...] = ()  # sentences for people: how it fits in memory, what was asked for and failed
 
 
 class Stepped(Frame, frozen=True):
@@ -126,6 +140,9 @@ class PassDone(Frame, frozen=True):
     data_first: int  # in sequences of the node's own order
     data_count: int
     loss: float  # mean over the pass, nats per token
+    evenness: tuple[
+        float, ...
+    ] = ()  # of each layer's experts: 1 all used alike, 0 one alone; none: no experts
 
 
 class Waiting(Frame, frozen=True):

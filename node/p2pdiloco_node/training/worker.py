@@ -41,6 +41,7 @@ from p2pdiloco_node.training.data import (
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.evaluation import Evaluation
 from p2pdiloco_node.training.frames import Command, Event
+from p2pdiloco_node.training.memory_plan import chosen, plan_trainer
 from p2pdiloco_node.training.moments_file import read_moments, write_moments
 
 PR_SET_PDEATHSIG = 1
@@ -63,13 +64,17 @@ class Worker:
     ) -> None:
         """Builds the model. Raises: OperatorError: data or device cannot be used."""
         # Here, because importing torch takes seconds in which commands can already be read.
-        from p2pdiloco_node.training.inner_loop import InnerLoop, choose_device, set_threads
+        from p2pdiloco_node.training.inner_loop import InnerLoop, choose_device, set_threads, torch_machine
 
         self._emit, self._clock = emit, clock
         self.spec = spec = decode(configure.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
         set_threads(configure.threads)
         device = choose_device(configure.device)
-        self.loop = InnerLoop(spec, device=device, micro_batch=configure.micro_batch)
+        plan = plan_trainer(spec, torch_machine(device, configure.exchange), configure)
+        self.loop = InnerLoop(
+            spec, device=device, micro_batch=plan.micro_batch, checkpointing=plan.checkpointing,
+            offload=plan.offload, compiled=configure.compile,
+        )  # fmt: skip
         if configure.moments:
             self.loop.load_moments(*read_moments(Path(configure.moments), spec.model.params))
         seq_len = spec.model.seq_len
@@ -92,7 +97,7 @@ class Worker:
         self._eval_places = evaluation_places(
             held_out, seq_len=seq_len, tokens_max=limits.evaluation_tokens_max
         )
-        self._eval_slice = configure.micro_batch or spec.inner.sequences_per_step
+        self._eval_slice = spec.inner.sequences_per_step
         self._exchange = Path(configure.exchange)
         self._next_sequence = configure.next_sequence
         self._cursor = configure.cursor
@@ -114,7 +119,8 @@ class Worker:
         self._reported_at = clock()
         self._longest_gap_s = 0.0
         self._reported_tokens = 0
-        emit(frames.Configured(self.loop.device_name, spec.model.params))
+        how = tuple(filter(None, (chosen(plan), self.loop.compile_failure)))
+        emit(frames.Configured(self.loop.device_name, spec.model.params, how))
 
     # The loop's body.
 
@@ -273,6 +279,7 @@ class Worker:
                 current.data_first,
                 self._cursor - current.data_first,
                 current.loss,
+                self.loop.expert_evenness(),
             )
         )
         tokens = current.steps * self.spec.tokens_per_inner_step
