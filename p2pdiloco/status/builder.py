@@ -19,6 +19,7 @@ from p2pdiloco.status.curve import DAY_S, LATE_ROUNDS, History, weighted_loss
 from p2pdiloco.status.evaluators import Evaluators
 from p2pdiloco.status.names import clean_name, clean_text, finite
 from p2pdiloco.status.read_model import (
+    Checkpoint,
     Credit,
     EvalPoint,
     EventLine,
@@ -96,6 +97,7 @@ class StatusBuilder:
         self.fed_unix: float | None = None
         self.history = History()
         self.evaluations: dict[int, EvalPoint] = {}
+        self.checkpoints: tuple[Checkpoint, ...] = ()  # offered for download; the tracker says which
         self.events: deque[EventLine] = deque(maxlen=limits.events_kept)
         self.membership_changes: deque[int] = deque(maxlen=limits.events_kept)
         self.accounts: dict[PeerId, Account] = {}

@@ -185,6 +185,24 @@ class JoinHint(View, frozen=True):
     note: str
 
 
+class CheckpointFile(View, frozen=True):
+    name: str
+    path: str  # under the page's address
+    bytes: int
+    sha256: str  # 64 hex digits
+
+
+class Checkpoint(View, frozen=True):
+    """A version that the tracker offers for download: a Hugging Face folder, file by file."""
+
+    version: int
+    when_unix: float
+    loss: float | None  # held-out, of this very version
+    dtype: str
+    bytes: int  # of all files
+    files: tuple[CheckpointFile, ...]  # weights first
+
+
 class Health(View, frozen=True):
     build: str
     uptime_s: float
@@ -209,6 +227,8 @@ class RunStatus(View, frozen=True):
     events: tuple[EventLine, ...]
     join: JoinHint
     health: Health
+    checkpoints: tuple[Checkpoint, ...] = ()  # newest first
+    export_line: str | None = None  # makes the newest version a folder; None where no address works
 
 
 class NodeView(View, frozen=True):

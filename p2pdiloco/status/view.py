@@ -10,6 +10,8 @@ from p2pdiloco import limits
 from p2pdiloco.ids import PeerId
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.status import read_model as rm
+from p2pdiloco.status.checkpoints import with_losses
+from p2pdiloco.status.join import export_line
 from p2pdiloco.status.names import clean_text, finite
 from p2pdiloco.status.words import RunFacts, node_word, run_word
 
@@ -71,6 +73,8 @@ def render_status(b: StatusBuilder, now: float) -> rm.RunStatus:
             stale=stale,
             history_since_unix=next((p.when_unix for p in b.history.points if p.when_unix), None),
         ),
+        checkpoints=with_losses(b.checkpoints, b.evaluations),
+        export_line=export_line(b.join),
     )
 
 

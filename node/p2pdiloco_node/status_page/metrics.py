@@ -34,6 +34,11 @@ class _Snapshot(Collector):
             ),
             ("tokens_per_second", s.rates.tokens_per_s, "Tokens merged per second, last outer steps"),
             ("bytes_per_node_per_step", s.rates.bytes_per_node_per_step, "Bytes per node per outer step"),
+            (
+                "checkpoint_version",
+                s.checkpoints[0].version if s.checkpoints else None,
+                "Newest version offered for download",
+            ),
             ("term", s.committee.term, "Term of the aggregator"),
             ("committee_seats", len(s.committee.members), "Seats of the committee"),
             ("committee_answering", s.committee.answering, "Committee members heard lately"),
