@@ -118,7 +118,7 @@ def follow(chain: Chain, plan: Plan, read: Read, watch: Watch) -> Certified:
     spec, start = chain.spec, plan.start
     if not plan.steps:
         root = merkle_root([Digest(c) for c in start.params])
-        return Certified(plan.version, plan.index, root, lambda: _chunks(spec, start.params, read))
+        return Certified(plan.version, plan.index, root, lambda: snapshot_chunks(spec, start.params, read))
     state = GlobalState(_array(spec, start.params, read), _array(spec, start.momentum, read))
     rules = decode(start.rules, RulesState)
     return _advance(chain, state, rules, start.index, plan.steps, plan.version, read, watch)
@@ -190,8 +190,12 @@ def _apply(spec: RunSpec, state: GlobalState, step: OuterStep, read: Read) -> No
     apply_outer_step(state, mean, step.scalars, outer.mu)
 
 
-def _chunks(spec: RunSpec, digests: Sequence[bytes], read: Read) -> Iterator[Chunk]:
-    """Raises: OperatorError: a chunk has another size than the model implies, or is not finite."""
+def snapshot_chunks(spec: RunSpec, digests: Sequence[bytes], read: Read) -> Iterator[Chunk]:
+    """The bytes of a snapshot's params in order, a chunk in memory at a time.
+
+    Raises: OperatorError: a chunk has another size than the model implies, or is not finite;
+        TransportError: it is not here.
+    """
     sizes = chunk_sizes(spec.model.params)
     _check_count(len(digests), len(sizes))
     for place, (digest, size) in enumerate(zip(digests, sizes, strict=True)):
