@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,7 +145,12 @@ def test_thousands_of_absent_windows_are_passed_over_without_being_made(
     data = order([8 * 100 + 1] * 4000)
     made = []
     make = data._make_window
-    monkeypatch.setattr(data, "_make_window", lambda e, n: made.append(n) or make(e, n))
+
+    def watched(epoch: int, number: int) -> Any:
+        made.append(number)
+        return make(epoch, number)
+
+    monkeypatch.setattr(data, "_make_window", watched)
     last = data.places(data.sequences_per_epoch - 1, 1)[0].shard
     made.clear()
     places, behind = order([8 * 100 + 1] * 4000).places_but(0, 3, set(range(4000)) - {last})
