@@ -13,13 +13,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import cyclopts
-from cyclopts import App, Parameter, Token
+from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
-from p2pdiloco_node import __version__
+from p2pdiloco_node import __version__, cli_model
+from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
 from p2pdiloco_node.config import USAGE, Loaded, NodeConfig, TrackerConfig, load, nearest
 
 # What a word without a flag most likely was meant for.
@@ -41,30 +42,8 @@ run_app = App(name="run", help="Make a run: corpus and model become a signed Run
 config_app = App(name="config", help="Look at settings.")
 app.command(run_app)
 app.command(config_app)
-
-
-def _whole(_kind: Any, tokens: Sequence[Token]) -> int:
-    """Cyclopts would round: three and a half nodes are a slip, not four."""
-    try:
-        return int(tokens[0].value)
-    except ValueError:
-        raise ValueError(f"{tokens[0].value!r} is not a whole number") from None
-
-
-def _file_or_dash(_kind: Any, tokens: Sequence[Token]) -> str:
-    """A file's name, or `-` alone: another flag in its place is a slip."""
-    word = tokens[0].value
-    if word.startswith("-") and word != "-":
-        raise ValueError(f"a file's name or - is missing before {word}")
-    return word
-
-
-Whole = Annotated[int, Parameter(converter=_whole)]
-FileOrDash = Annotated[str | None, Parameter(converter=_file_or_dash, allow_leading_hyphen=True)]
-ConfigFile = Annotated[Path | None, Parameter(name="--config", help="TOML file with settings.")]
-Globs = Annotated[list[str] | None, Parameter(consume_multiple=True, negative_iterable=())]
-Words = Annotated[list[str] | None, Parameter(negative_iterable=())]
-Hidden = Annotated[bool | None, Parameter(show=False)]
+app.command(cli_model.export)
+app.command(cli_model.generate)
 
 
 @app.command
