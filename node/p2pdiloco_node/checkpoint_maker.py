@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunk_digests, chunks_of
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
-from p2pdiloco.ids import Digest, merkle_root
+from p2pdiloco.ids import Digest, RunId, merkle_root, short
 from p2pdiloco.rules.state import RulesState
+from p2pdiloco.status import StatusBuilder
+from p2pdiloco.status.checkpoints import with_losses
 from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.log import Content as EntryContent
 from p2pdiloco.wire.log import OuterStep
@@ -26,7 +30,7 @@ from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco_node.checkpoint_shelf import DTYPE, CheckpointShelf, Job
 from p2pdiloco_node.export.certified import snapshot_chunks, tokenizer_bytes
 from p2pdiloco_node.export.chain import Tally
-from p2pdiloco_node.export.facts import Heard, Origin
+from p2pdiloco_node.export.facts import Evaluation, Heard, Origin
 from p2pdiloco_node.export.hf_folder import Content
 from p2pdiloco_node.export.weights import Chunk
 from p2pdiloco_node.participant import Participant
@@ -188,3 +192,19 @@ def _of_array(params: Array) -> Parts:
 
 def _version_of(offer: SnapshotOffer) -> int:
     return decode(offer.rules, RulesState).version
+
+
+def heard_of(builder: StatusBuilder, version: int) -> Heard:
+    """What the page knows of `version`: the evaluation of it or of the nearest before, and nodes' names."""
+    evaluated = max((v for v in builder.evaluations if v <= version), default=None)
+    names = {short(peer): account.name for peer, account in builder.accounts.items()}
+    if evaluated is None:
+        return Heard(None, names)
+    point = builder.evaluations[evaluated]
+    return Heard(Evaluation(evaluated, point.loss, point.tokens), names)
+
+
+def listing(run: RunId, shelf: CheckpointShelf, builder: StatusBuilder) -> bytes:
+    """What `GET /v1/checkpoints` says: JSON, the newest first."""
+    shown = with_losses(shelf.offered, builder.evaluations)
+    return msgspec.json.encode({"run": run.hex(), "checkpoints": shown})

@@ -170,6 +170,7 @@ def tracker(
     listen: str | None = None,
     public_url: str | None = None,
     archive_bytes_max: Whole | None = None,
+    checkpoints: Whole | None = None,
     log_level: Literal["debug", "info", "warning", "error"] | None = None,
     config: ConfigFile = None,
     die_with_parent: Hidden = None,
@@ -186,6 +187,8 @@ def tracker(
         Address to print in the join line, where nodes reach the tracker under another one.
     archive_bytes_max:
         Most bytes of merged deltas that the witness keeps for verification.
+    checkpoints:
+        Newest versions offered for download, each as large as the model in float32; 0: none.
     log_level:
         How much is logged.
     """

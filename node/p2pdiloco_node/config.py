@@ -64,6 +64,7 @@ class TrackerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = "127.0.0.1:7474"  # HOST:PORT
     public_url: str = ""  # address to print in the join line, if not as it seems
     archive_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 4096 * limits.MIB  # delta blobs kept
+    checkpoints: Annotated[int, Meta(ge=0, le=limits.checkpoints_kept)] = 3  # offered for download
     log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$")] = "info"
     die_with_parent: bool = False
 

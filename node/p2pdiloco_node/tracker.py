@@ -37,6 +37,8 @@ from p2pdiloco.wire.log import OuterStep, state_root
 from p2pdiloco.wire.messages import PASSED_ON, Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
+from p2pdiloco_node.checkpoint_maker import CheckpointMaker, heard_of, listing
+from p2pdiloco_node.checkpoint_shelf import CheckpointShelf
 from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.participant import Participant, Setting, reachable_hosts
@@ -50,10 +52,13 @@ from p2pdiloco_node.storage.tracker_db import TrackerDb
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.transport.addresses import is_dialable
 from p2pdiloco_node.transport.answers import remote_ip
+from p2pdiloco_node.transport.downloads import Downloads
+from p2pdiloco_node.transport.traffic import Traffic
 
 log = logging.getLogger("p2pdiloco.tracker")
 WITNESS = "witness"  # folder of the witness's own state in the run's DIR
 HISTORY = "history.sqlite"
+CHECKPOINTS = "checkpoints"
 FEED_S = 1.0  # the page's builder sees the directory so often; the database is written then too
 
 
@@ -159,9 +164,19 @@ class Tracker:
             also=(self._dir / BLOBS,),
         )
         page = StatusPage(self._status, address_of=remote_ip)
-        routes = [web.post("/v1/announce", self._announce), *page.routes()]
+        self._shelf = CheckpointShelf(self._dir / CHECKPOINTS, self.config.checkpoints)
+        downloads = Downloads(
+            self._shelf.find, lambda: listing(self._run, self._shelf, self.builder), Traffic(), local=local
+        )
+        routes = [web.post("/v1/announce", self._announce), *page.routes(), *downloads.routes()]
         self.participant = participant = Participant(setting, self.telemetry, routes=routes)
         participant.takes_message = self._takes_message
+        self._maker = CheckpointMaker(
+            participant,
+            self._shelf,
+            heard=lambda version: heard_of(self.builder, version),
+            say=self.telemetry.say,
+        )
         await self._stack.enter_async_context(participant)
         self._stack.push_async_callback(page.close)
         self._db = await self._stack.enter_async_context(TrackerDb(self._dir / HISTORY, self._run))
@@ -241,6 +256,8 @@ class Tracker:
         self.builder.event("tracker", "the tracker started", when_unix=time.time())
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._feed()), group.create_task(self._leave_when_asked())]
+            if self.config.checkpoints:
+                tasks.append(group.create_task(self._maker.run()))
             await participant.live()
             for task in tasks:
                 task.cancel()
@@ -339,6 +356,9 @@ class Tracker:
         self._roots.setdefault(self._version, set()).add(content.state_root)
         self.builder.entry_applied(node.log.entry(index), when_unix=when_unix, losses=self._losses)
         self._fed = index
+        points = self.builder.history.points
+        made_unix = when_unix or (points[-1].when_unix if points else None) or time.time()
+        self._maker.entry(index, content, made_unix)
 
     def _said(self, kind: str, text: str) -> None:
         if kind != "elected":  # the builder says that itself, with the aggregator's name and why
@@ -354,6 +374,7 @@ class Tracker:
             now = time.monotonic()
             self.directory.forget_old(now)
             self.builder.directory(self.directory.listed(now), when_unix=time.time())
+            self.builder.checkpoints = self._shelf.offered
             node = self.participant.node
             if node is not None:
                 self.builder.term_seen(node.term, when_unix=time.time())
