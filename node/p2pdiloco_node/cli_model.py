@@ -37,7 +37,7 @@ def export(
     version:
         newest, or the number of one that is kept.
     dtype:
-        Of the params in the folder: float32, bit for bit what the swarm agreed on, or bfloat16, half as large.
+        Of the params: float32, bit for bit what the swarm agreed on, or bfloat16, half as large.
     format_:
         hf: a Hugging Face folder.
     held_out:
