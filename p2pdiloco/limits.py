@@ -18,6 +18,8 @@ nesting_max = 16  # deepest message nesting in use is 5
 
 # Data plane
 chunk_bytes = 4 * MIB  # snapshots and shards travel in chunks of this size
+chunks_max = 2048  # of one array, whose chunks grow beyond: the digests of two arrays fit in one message
+chunk_bytes_max = 128 * MIB  # of an array of `model_params_max` values
 blob_bytes_max = 4096 * MIB  # largest delta accepted at all; the model decides the real figure
 delta_value_max = 1024.0  # magnitude of one value of a delta; working trainers stay below 1
 zstd_window_bytes_max = 8 * MIB  # memory of one decompressor

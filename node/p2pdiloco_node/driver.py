@@ -395,7 +395,7 @@ class Driver:
 
         async def one(chunk: Digest) -> None:
             async with slots:
-                await fetch(chunk, limits.chunk_bytes, action.donors, Purpose.SNAPSHOT)
+                await fetch(chunk, limits.chunk_bytes_max, action.donors, Purpose.SNAPSHOT)
 
         wanted = [Digest(c) for c in dict.fromkeys((*offer.params, *offer.momentum))]
         failures = await asyncio.gather(*(one(chunk) for chunk in wanted), return_exceptions=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from p2pdiloco import limits
 from p2pdiloco.diloco.compress import Origin, decode, origin_of
-from p2pdiloco.diloco.global_state import GlobalState, chunks_of, put_chunk, roots_of
+from p2pdiloco.diloco.global_state import GlobalState, chunk_sizes, chunks_of, put_chunk, roots_of
 from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
@@ -310,7 +310,7 @@ class DiskStateKeeper:
         return KeptState(0, 0, params, momentum, b"")
 
     def _read_array(self, chunks: list[Digest]) -> Array:
-        sizes = -(-4 * self._params // limits.chunk_bytes)
+        sizes = len(chunk_sizes(self._params))
         if len(chunks) != sizes:
             raise PeerError("BAD_SHAPE", f"{len(chunks)} chunks where the model has {sizes}")
         array = np.empty(self._params, np.float32)

@@ -207,7 +207,7 @@ def snapshot_chunks(spec: RunSpec, digests: Sequence[bytes], read: Read) -> Iter
 
 def _array(spec: RunSpec, digests: Sequence[bytes], read: Read) -> Array:
     params = spec.model.params
-    _check_count(len(digests), -(-4 * params // limits.chunk_bytes))
+    _check_count(len(digests), len(chunk_sizes(params)))
     array = np.empty(params, np.float32)
     for place, digest in enumerate(digests):
         try:

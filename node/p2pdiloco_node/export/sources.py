@@ -144,7 +144,7 @@ async def _from_ways(
         try:
             # Deltas first: they go first where they are kept, and are small.
             await linked.fetch(deltas, encoded_size(spec.outer.codec, spec.model.tensors), DELTAS)
-            await linked.fetch([d for d in way.blobs if d in chunks], limits.chunk_bytes, CHUNKS)
+            await linked.fetch([d for d in way.blobs if d in chunks], limits.chunk_bytes_max, CHUNKS)
         except OperatorError as error:
             why = why or error
             continue

@@ -19,6 +19,10 @@ from p2pdiloco_node.config import nearest
 SPEC_FAULT = 3  # exit code: what was given cannot be used
 
 
+class ModelRefused(OperatorError):
+    """A model that is not built here; trying again does not change it."""
+
+
 class Family(NamedTuple):
     """What differs between families of decoder-only transformers, for training and for planning memory."""
 
@@ -99,10 +103,10 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 def family_of(name: str) -> Family:
-    """Raises: OperatorError: this build does not train that family; names the nearest and all it does."""
+    """Raises: ModelRefused: this build does not train that family; names the nearest and all it does."""
     found = FAMILIES.get(name)
     if found is None:
-        raise OperatorError(
+        raise ModelRefused(
             f"models of the family {name!r} are not trained by this build{nearest(name, FAMILIES)}; it has "
             f"{', '.join(sorted(FAMILIES))}. If the run needs a newer build: pip install -U p2pdiloco.",
             exit_code=SPEC_FAULT,
@@ -113,7 +117,7 @@ def family_of(name: str) -> Family:
 def open_config(family: str, config: bytes) -> dict[str, Any]:
     """The arguments of the family's config class, from an untrusted RunSpec.
 
-    Raises: OperatorError: unknown family, no plain JSON object, a value out of bounds, or a key that says
+    Raises: ModelRefused: unknown family, no plain JSON object, a value out of bounds, or a key that says
     more than a model's shape.
     """
     family_of(family)
@@ -128,7 +132,7 @@ def open_config(family: str, config: bytes) -> dict[str, Any]:
 
 
 def check_values(family: str, config: Mapping[str, Any]) -> None:
-    """Bounds of every value, before anything is made of them. Raises: OperatorError."""
+    """Bounds of every value, before anything is made of them. Raises: ModelRefused."""
     facts = family_of(family)
     for key, value in config.items():
         if key in FORBIDDEN:
@@ -209,8 +213,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _fault(what: str) -> OperatorError:
-    return OperatorError(
+def _fault(what: str) -> ModelRefused:
+    return ModelRefused(
         f"the model's config {what}. Nothing of it is built; ask the run's owner, or mend the config.",
         exit_code=SPEC_FAULT,
     )

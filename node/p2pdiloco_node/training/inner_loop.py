@@ -91,7 +91,7 @@ class InnerLoop:
         losses by torch.compile; where that fails, `compile_failure` says why, and all goes on without.
         `model`: in place of the one that `spec` describes, with the same tensors (the lab's).
 
-        Raises: OperatorError: the run's model is not what its config says, or cannot be built here.
+        Raises: ModelRefused: the run's model is not what its config says, or cannot be built here.
         """
         self._inner = spec.inner
         self._device = device

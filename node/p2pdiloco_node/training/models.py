@@ -16,13 +16,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from p2pdiloco import limits
-from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 from p2pdiloco_node.config import nearest
 from p2pdiloco_node.training.families import (
     EXPERT_COUNTS,
     LAYER_COUNTS,
     SPEC_FAULT,
+    ModelRefused,
     family_of,
     open_config,
     without_dropout,
@@ -48,7 +48,7 @@ def make_config(family: str, arguments: Mapping[str, Any], *, from_file: bool = 
     `from_file`: with what config.json files have besides: rope's keys by their old names, and values that the
     class derives itself, which are left out.
 
-    Raises: OperatorError: a key that the class does not know, or a combination that it refuses.
+    Raises: ModelRefused: a key that the class does not know, or a combination that it refuses.
     """
     known = known_keys(family)
     if from_file:
@@ -57,7 +57,7 @@ def make_config(family: str, arguments: Mapping[str, Any], *, from_file: bool = 
         known |= LEGACY_ROPE
     for key in arguments:
         if key not in known:
-            raise OperatorError(
+            raise ModelRefused(
                 f"the model's config has the key {key!r}, which {family!r} does not know"
                 f"{nearest(key, known)}. In a run: install the transformers that its owner uses; in a file: "
                 "take the key out, if the model does not need it.",
@@ -84,13 +84,13 @@ def build_model(spec: ModelSpec) -> Any:
 
     `spec.tensors` is not looked at.
 
-    Raises: OperatorError: the config is not one that may be built.
+    Raises: ModelRefused: the config is not one that may be built.
     """
     return initialised(spec.family, make_config(spec.family, open_config(spec.family, spec.config)))
 
 
 def initialised(family: str, config: Any) -> Any:
-    """The same from a config object. Raises: OperatorError."""
+    """The same from a config object. Raises: ModelRefused."""
     outline(family, config)
     return _from_config(family, config)
 
@@ -98,7 +98,7 @@ def initialised(family: str, config: Any) -> Any:
 def outline(family: str, config: Any) -> Any:
     """The model on the meta device: its tensors' names and shapes, and no memory.
 
-    Raises: OperatorError: too large, or the class refuses the config.
+    Raises: ModelRefused: too large, or the class refuses the config.
     """
     layers = max((getattr(config, key, None) or 0 for key in LAYER_COUNTS), default=0)
     experts = max((getattr(config, key, None) or 0 for key in EXPERT_COUNTS), default=0)
@@ -107,7 +107,7 @@ def outline(family: str, config: Any) -> Any:
     try:
         with torch.device("meta"):
             model = _from_config(family, config)
-    except OperatorError:
+    except ModelRefused:
         raise
     except Exception as error:  # noqa: BLE001 - model classes raise what they like about sizes that do not fit
         raise _unbuildable(family, error) from None
@@ -123,12 +123,12 @@ def outline(family: str, config: Any) -> Any:
 def outline_of(spec: ModelSpec) -> Any:
     """The RunSpec's model on the meta device, with exactly the tensors that the RunSpec names.
 
-    Raises: OperatorError: it is another model, too large, or cannot be built.
+    Raises: ModelRefused: it is another model, too large, or cannot be built.
     """
     model = outline(spec.family, make_config(spec.family, open_config(spec.family, spec.config)))
     found = tensor_layout(model)
     if found != spec.tensors:
-        raise OperatorError(f"{_difference(found, spec.tensors)} Nothing of it is built.", exit_code=5)
+        raise ModelRefused(f"{_difference(found, spec.tensors)} Nothing of it is built.", exit_code=5)
     return model
 
 
@@ -217,18 +217,18 @@ def _difference(found: tuple[TensorSpec, ...], named: tuple[TensorSpec, ...]) ->
     return f"The run names {len(named)} tensors where its config makes {len(found)}."
 
 
-def _too_large(what: str) -> OperatorError:
+def _too_large(what: str) -> ModelRefused:
     most = math.log2(limits.model_params_max)
-    return OperatorError(
+    return ModelRefused(
         f"the model's config asks for {what}: a run's model has up to 2**{most:.0f} parameters. Nothing of "
         "it is built.",
         exit_code=SPEC_FAULT,
     )
 
 
-def _unbuildable(family: str, error: Exception) -> OperatorError:
+def _unbuildable(family: str, error: Exception) -> ModelRefused:
     said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-    return OperatorError(
+    return ModelRefused(
         f"a model of the family {family!r} cannot be made from this config: {said[:300]}.",
         exit_code=SPEC_FAULT,
     )

@@ -40,6 +40,7 @@ from p2pdiloco_node.training.data import (
 )
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.evaluation import Evaluation
+from p2pdiloco_node.training.families import ModelRefused
 from p2pdiloco_node.training.frames import Command, Event
 from p2pdiloco_node.training.memory_plan import chosen, plan_trainer
 from p2pdiloco_node.training.moments_file import read_moments, write_moments
@@ -371,7 +372,7 @@ def main() -> None:
     except OSError as error:
         emit(frames.Failed(f"the trainer cannot use a file: {error}; check the disk and its free space."))
         raise SystemExit(6) from None
-    except DeviceMissing as error:
+    except (DeviceMissing, ModelRefused) as error:
         emit(frames.Failed(str(error), error.exit_code))
         raise SystemExit(error.exit_code) from None
     except OperatorError as error:
