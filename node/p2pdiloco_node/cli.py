@@ -209,6 +209,7 @@ def node(
     device: str | None = None,
     threads: Whole | None = None,
     micro_batch: Whole | None = None,
+    data_disk: str | None = None,
     keep_deltas: bool | None = None,
     stay: bool | None = None,
     log_level: Literal["debug", "info", "warning", "error"] | None = None,
@@ -237,6 +238,8 @@ def node(
         CPU threads of the trainer.
     micro_batch:
         Sequences per forward pass; 0: as many as an inner step has. Less needs less memory.
+    data_disk:
+        Most that the run's data may take on disk, such as 20GB. A corpus that is larger is read in windows.
     keep_deltas:
         Keep every delta on disk, so that `p2pdiloco verify` can start at version 0 here.
     stay:

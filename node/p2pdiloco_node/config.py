@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,12 @@ WORDS_ALLOWED = {  # for people, instead of the patterns below
 }
 
 
+SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]i?B)", re.IGNORECASE)
+SIZE_UNITS = {f"{letter}B": 1000 ** (n + 1) for n, letter in enumerate("KMGT")} | {
+    f"{letter}IB": 1024 ** (n + 1) for n, letter in enumerate("KMGT")
+}
+
+
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`p2pdiloco node`. The field's name is the key in the file, the flag and the variable."""
 
@@ -51,6 +58,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpointing: Annotated[str, Meta(pattern="^(auto|on|off)$")] = "auto"  # activations computed twice
     offload: Annotated[str, Meta(pattern="^(auto|none|anchor|moments)$")] = "auto"  # to host memory
     compile: bool = False  # torch.compile; on GPUs faster after a minute or two
+    data_disk: str = "64GiB"  # most that the run's data may take on disk, opened shards included
     keep_deltas: bool = False  # keep every delta, so that `verify` can start at version 0
     stay: bool = False  # when the run is over, keep serving it instead of ending
     log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$")] = "info"
@@ -201,6 +209,15 @@ def parse_join(text: str) -> JoinLink:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     port = port or (443 if parts.scheme == "https" else 80)
     return JoinLink(f"{parts.scheme}://{host}:{port}", run)
+
+
+def parse_size(text: str, what: str) -> int:
+    """`20GB`, `500MB`, `1.5TiB`: bytes. Raises: OperatorError (usage)."""
+    found = SIZE.fullmatch(text.strip())
+    unit = SIZE_UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or not 0 < float(found[1]) * unit <= 2**60:
+        raise OperatorError(f"{what} {text!r} is not a size: write it like 20GB or 500MB.", USAGE)
+    return int(float(found[1]) * unit)
 
 
 def parse_peers(peers: tuple[str, ...] | None) -> list[HostPort]:

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -49,6 +49,25 @@ class Evaluation(NamedTuple):
     state_root: Digest
     loss: float  # nats per token
     tokens: int
+
+
+class TrainingData(Protocol):
+    """The run's data on this disk, and what they are told of the trainer (shards.py)."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """One for each shard of the RunSpec, whether its file is there or not."""
+        ...
+
+    @property
+    def evaluation_paths(self) -> Sequence[Path]: ...
+    @property
+    def tokenizer_paths(self) -> Sequence[Path]: ...
+    def at(self, cursor: int) -> None: ...
+    def passed(self, cursor: int) -> None: ...
+    def missed(self, shards: Sequence[int]) -> None: ...
+    def evaluation_failed(self) -> None: ...
+    def trainer_failed(self) -> None: ...
 
 
 class _Settle(NamedTuple):
@@ -113,8 +132,7 @@ class TrainerDesk:
         self._supervisor: Supervisor | None = None
         self._orders: deque[_Order] = deque()
         self._ordered = asyncio.Event()
-        self._shards: Sequence[Path] = ()
-        self._evaluation_shard = Path()
+        self._data: TrainingData | None = None
         self._may_train = asyncio.Event()
         self._known_sequence = contributor.next_sequence - 1
         self._reset = False  # owed by an adoption that was overtaken
@@ -124,9 +142,12 @@ class TrainerDesk:
     def attach(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    def data_is_here(self, shards: Sequence[Path], evaluation: Path) -> None:
-        """Every shard is on this disk: the trainer may begin."""
-        self._shards, self._evaluation_shard = shards, evaluation
+    def follow(self, data: TrainingData) -> None:
+        """Tell the trainer of its data and them of the trainer, from here on."""
+        self._data = data
+
+    def may_train(self) -> None:
+        """There is something to train on, and this node has what the swarm has."""
         self._may_train.set()
 
     @property
@@ -219,13 +240,14 @@ class TrainerDesk:
     async def begin(self) -> Beginning:
         """What a fresh trainer starts from; waits for the data."""
         await self._may_train.wait()
-        state = self._state
+        state, data = self._state, self._data
+        assert data is not None, "followed"
         view = await asyncio.to_thread(self._contributor.view, state.params)
         configure = frames.Configure(
             spec=self._spec_bytes,
             peer=self._peer,
-            shards=tuple(str(path) for path in self._shards),
-            evaluation=str(self._evaluation_shard),
+            shards=tuple(map(str, data.paths)),
+            evaluation=str(data.evaluation_paths[0]),
             exchange="",
             cursor=self._contributor.cursor,
             next_sequence=0,
@@ -234,7 +256,8 @@ class TrainerDesk:
         return Beginning(configure, state.version, state.clock, state.target_tokens, view)
 
     async def trainer_said(self, told: Told) -> None:
-        telemetry = self._telemetry
+        telemetry, data = self._telemetry, self._data
+        assert data is not None, "followed"
         match told:
             case frames.Configured(device, _, how):
                 telemetry.begins(device)
@@ -242,6 +265,7 @@ class TrainerDesk:
                     log.info("The trainer: %s", sentence)
             case frames.Stepped(step, _, loss, tokens_per_s, gap_s, version):
                 telemetry.stepped(step, loss, tokens_per_s, gap_s, version)
+                data.at(told.cursor)
             case frames.PassDone():
                 await self._pass_done(told)
             case frames.Waiting(why):
@@ -260,12 +284,15 @@ class TrainerDesk:
                 self._roots.pop(version, None)
                 telemetry.evaluating = bool(self._roots)
                 telemetry.say("data", f"Version {version} is not evaluated here: {why}")
+                data.evaluation_failed()
             case frames.ShardsMissing(shards, why):
                 telemetry.say("data", _missing_words(shards, why))
+                data.missed(shards)
             case TrainerDown(why, retry_s, braked):
                 self._roots.clear()
                 telemetry.evaluating = False
                 telemetry.trainer_down(why, retry_s, braked=braked)
+                data.trainer_failed()
             case frames.Ready() | frames.Saved() | frames.Failed():
                 pass  # Failed is followed by TrainerDown, which says it
 
@@ -295,6 +322,8 @@ class TrainerDesk:
             return
         self._put(fact.PassFinished(header))
         self._telemetry.pass_sent()
+        if self._data is not None:
+            self._data.passed(done.data_first + done.data_count)
         if done.evenness:
             mean, least = sum(done.evenness) / len(done.evenness), min(done.evenness)
             log.info("Experts are used evenly to %.3f, in the least even layer to %.3f.", mean, least)
@@ -302,6 +331,6 @@ class TrainerDesk:
 
 def _missing_words(shards: Sequence[int], why: str) -> str:
     if not shards:
-        return "Every data shard can be read again."
+        return "Every data shard that is read now is here."
     named = ", ".join(map(str, shards[:8])) + (" and more" if len(shards) > 8 else "")
     return f"Training goes on without data shard {named} until it is there again. {why}".strip()

@@ -26,7 +26,7 @@ from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.context import Identity, Restored
 from p2pdiloco.protocol.node import Node
-from p2pdiloco.run_spec import BlobRef, RunSpec
+from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.status.read_model import to_json
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import Opened
@@ -54,9 +54,10 @@ from p2pdiloco_node.held_deltas import HeldDeltas
 from p2pdiloco_node.hosts import names_loopback, reachable_hosts
 from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.run_blobs import RunBlobs
 from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.address_book import DiskAddressBook
-from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.storage.blob_store import BUDGETS, DiskBlobStore
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.journal import DiskJournal
 from p2pdiloco_node.telemetry import BrainView, Telemetry
@@ -67,8 +68,6 @@ from p2pdiloco_node.transport.readers import ReaderRoutes
 from p2pdiloco_node.transport.server import Server
 
 log = logging.getLogger("p2pdiloco.node")
-DONORS_TRIED_MAX = 16
-RETRY_S = 1.0  # between tries to get the run's data
 
 
 class Setting(NamedTuple):
@@ -83,6 +82,7 @@ class Setting(NamedTuple):
     listen: HostPort
     also: tuple[Path, ...] = ()  # folders of blobs that are served and never changed
     keeps_all: bool = False  # keep deltas that the rules no longer need
+    data_bytes_max: int = limits.shard_store_bytes_max  # of the run's data (--data-disk)
 
 
 class Participant:
@@ -100,7 +100,6 @@ class Participant:
         self.driver: Driver | None = None
         self.server: Server | None = None
         self._head: bytes | None = None
-        self.setup_bytes = 0  # fetched in this life before training: shards and version 0
         self.heads = Heads(setting.signer.peer_id, time.monotonic)
         self._trusted: tuple[int, frozenset[bytes]] = (-1, frozenset())  # version, who has trust then
         # What a tracker adds: True if the message was for it alone.
@@ -143,7 +142,8 @@ class Participant:
         self.record = self.journal.load_record()
         self.entries = self.journal.load_entries()
         self.boot = self.journal.next_boot()
-        self.blobs = DiskBlobStore(setting.folder / "blobs", self.files, also=setting.also)
+        budgets = {**BUDGETS, Purpose.SHARD: setting.data_bytes_max}
+        self.blobs = DiskBlobStore(setting.folder / "blobs", self.files, budgets=budgets, also=setting.also)
         self.held = HeldDeltas(setting.folder / "held", self.files)
         self.book = DiskAddressBook(setting.folder / "peers", setting.run, verify_ed25519, self.files)
         self._stack.callback(self.blobs.close)
@@ -164,7 +164,7 @@ class Participant:
             health=self._health,
             known=self._knows,
             local=setting.spec.admission == "local",
-            donors=lambda _digest: self.donors()[:8],
+            donors=lambda _digest: self.run_blobs.donors()[:8],
         )
         app = server.app()
         app.add_routes([web.get("/v1/peers", self._get_peers), web.get("/v1/status", self._get_status)])
@@ -195,6 +195,10 @@ class Participant:
                 strikes=server.strikes,
             )
         )
+        self.run_blobs = RunBlobs(
+            setting.spec, self.client, self.blobs, self.telemetry, self._peers,
+            random.Random(),  # noqa: S311 - whom to ask first
+        )  # fmt: skip
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def peer_record(self, name: str, advertise: Sequence[HostPort] = ()) -> PeerRecord:
@@ -203,50 +207,12 @@ class Participant:
         port = advertise[0].port if advertise else self.listener.port
         return PeerRecord(tuple(hosts[:4]), port, name, self.setting.role, self.boot)
 
-    # Data of the run.
+    def _peers(self) -> list[PeerId]:
+        return [p for p in self.book.records() if p != self.me]
 
     def _shown(self) -> tuple[SnapshotOffer, ...]:
         """Snapshots that are whole here; none before the state is open."""
         return self.keeper.snapshots if self.node is not None else ()
-
-    def donors(self) -> list[PeerId]:
-        """Peers that may have something, the witness first."""
-        known = [p for p in self.book.records() if p != self.me]
-        witness = PeerId(self.setting.spec.committee.genesis.witness)
-        return sorted(known, key=lambda p: p != witness)[:DONORS_TRIED_MAX]
-
-    async def fetch_all(self, wanted: Sequence[BlobRef], purpose: Purpose) -> None:
-        """Every blob, from whoever has it; tried again until it is here. Raises: OperatorError (disk)."""
-        slots = asyncio.Semaphore(limits.fetches_per_node_max)
-        what = "data shards" if purpose is Purpose.SHARD else "pieces of version 0"
-        here = 0
-
-        async def one(ref: BlobRef) -> None:
-            nonlocal here
-            digest = Digest(ref.digest)
-            said = False
-            while not self.blobs.has(digest):
-                try:
-                    async with slots:
-                        await self.client.fetch(digest, ref.size, self.donors(), purpose)
-                    self.setup_bytes += self.blobs.size(digest) or 0
-                except (TransportError, PeerError) as error:
-                    if not said:
-                        self.telemetry.say("fetch", f"Waiting for the run's data: {error}")
-                    said = True
-                    await asyncio.sleep(RETRY_S)
-            here += 1
-            self.telemetry.fetching(what, here, len(wanted))
-
-        async with asyncio.TaskGroup() as group:
-            for ref in wanted:
-                group.create_task(one(ref))
-
-    async def fetch_genesis(self) -> None:
-        """Version 0, unless a state is on this disk already."""
-        genesis = self.setting.spec.genesis
-        chunks = dict.fromkeys((*genesis.params, *genesis.momentum))
-        await self.fetch_all([BlobRef(c, limits.chunk_bytes, 0) for c in chunks], Purpose.SNAPSHOT)
 
     # Brain and driver.
 
@@ -460,7 +426,7 @@ class Participant:
             self.brain_view(),
             bytes_up=traffic.up,
             bytes_down=traffic.down,
-            bytes_setup=self.setup_bytes,
+            bytes_setup=self.run_blobs.bytes_fetched,
             lag_s_max=lag_s,
         )
         return web.Response(body=to_json(status), content_type="application/json")

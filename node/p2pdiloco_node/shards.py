@@ -57,8 +57,7 @@ class Disk(NamedTuple):
     """What the data may take."""
 
     quota: int  # bytes in all (--data-disk)
-    free: Callable[[], int]  # bytes free on the disk now
-    reserve: int  # bytes of them that are for other files
+    free: Callable[[], int]  # bytes on the disk that they may still take; asked in a thread
 
 
 class _Decision(NamedTuple):
@@ -144,6 +143,11 @@ class Shards:
         self._durable = cursor
         self._woken.set()
 
+    def evaluation_failed(self) -> None:
+        """An evaluation set could not be read."""
+        self._suspect |= self._opened.intersection(self._fixed)
+        self._woken.set()
+
     def missed(self, shards: Iterable[int]) -> None:
         """The trainer could not read these: their files may be gone or damaged."""
         self._suspect |= self._opened.intersection(shards)
@@ -186,7 +190,7 @@ class Shards:
         live, costs = self._live, self._costs
         shards = {s for s in here if s < self._count}
         on_disk = shortfall(costs, read=opened, here=shards, room=0)
-        room = min(self._disk.quota, on_disk + self._disk.free() - self._disk.reserve)
+        room = min(self._disk.quota, on_disk + self._disk.free())
         plan = make_plan(self._order, costs, live=live, durable=self._durable, here=shards, room=room)
         needed = shortfall(costs, read=plan.read, here=(*plan.read, *plan.ahead), room=0)
         idle = gives_way(self._order, plan, shards, live=live)

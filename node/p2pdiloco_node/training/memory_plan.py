@@ -16,11 +16,13 @@ from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.training.activations import activation_bytes
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.shapes import shape_of
+from p2pdiloco_node.training.shard_plan import data_bytes
 
 Offload = Literal["none", "anchor", "moments"]
 Switch = Literal["auto", "on", "off"]
 
 RESOURCES = 6  # exit code
+DATA_ROW = "text in tokens"
 FLOAT32 = 4  # bytes
 MIB, GIB = 1 << 20, 1 << 30
 # Measured: a trainer that has imported torch and transformers, the daemon with its connections.
@@ -41,6 +43,7 @@ class Wishes(NamedTuple):
     micro_batch: int = 0  # sequences per forward pass; 0: as fits
     checkpointing: Switch = "auto"
     offload: Literal["auto"] | Offload = "auto"
+    data_disk: int = limits.shard_store_bytes_max  # bytes that the run's data may take
 
 
 class Settings(Protocol):
@@ -86,6 +89,11 @@ class MemoryPlan(NamedTuple):
         return sum(row.disk for row in self.rows)
 
     @property
+    def disk_of_others(self) -> int:
+        """Of all files but the run's data."""
+        return sum(row.disk for row in self.rows if row.what != DATA_ROW)
+
+    @property
     def missing(self) -> dict[str, int]:
         """Place -> bytes that are not there; empty where everything fits."""
         have = {
@@ -103,7 +111,10 @@ def plan_memory(spec: RunSpec, machine: Machine, wishes: Wishes | None = None) -
     wishes = wishes or Wishes()
     fitting, smallest = None, None
     for micro_batch, checkpointing, offload in _ways(spec, machine, wishes):
-        rows = _rows(spec, machine, micro_batch, checkpointing=checkpointing, offload=offload)
+        rows = _rows(
+            spec, machine, micro_batch, checkpointing=checkpointing, offload=offload,
+            data_disk=wishes.data_disk,
+        )  # fmt: skip
         plan = MemoryPlan(machine, rows, micro_batch, checkpointing, offload)
         if smallest is None or _lacking(plan) < _lacking(smallest):
             smallest = plan
@@ -230,7 +241,13 @@ def _lacking(plan: MemoryPlan) -> int:
 
 
 def _rows(
-    spec: RunSpec, machine: Machine, micro_batch: int, *, checkpointing: bool, offload: Offload
+    spec: RunSpec,
+    machine: Machine,
+    micro_batch: int,
+    *,
+    checkpointing: bool,
+    offload: Offload,
+    data_disk: int,
 ) -> tuple[Row, ...]:
     array = FLOAT32 * spec.model.params
     on_gpu = machine.gpu_bytes is not None
@@ -257,7 +274,8 @@ def _rows(
     rows.append(Row("handed between trainer and daemon", ram=2 * array, disk=4 * array))
     rows += _daemon_rows(spec, array)
     rows.append(Row("programs", ram=TRAINER_BYTES + DAEMON_BYTES))
-    return (*rows, Row("text in tokens", disk=_data_bytes(spec)))
+    free = machine.disk_bytes - sum(row.disk for row in rows)
+    return (*rows, Row(DATA_ROW, disk=data_bytes(spec.data, quota=data_disk, free=free)))
 
 
 def _daemon_rows(spec: RunSpec, array: int) -> list[Row]:
@@ -276,9 +294,3 @@ def _daemon_rows(spec: RunSpec, array: int) -> list[Row]:
         Row("snapshots, version 0", disk=snapshots),
         Row("checkpoints of moments", ram=2 * array, disk=3 * 2 * array),
     ]
-
-
-def _data_bytes(spec: RunSpec) -> int:
-    """Shards as they travel, to be served, and opened for the trainer."""
-    width = spec.data.token_bytes
-    return sum(ref.size + width * ref.tokens for ref in spec.data.blobs)

@@ -82,7 +82,7 @@ class Node:
         self.store = DiskBlobStore(world.folder / "blobs", world.files)
         self.opened = OpenedShards(world.folder / "tokens", self.store.read, world.files)
         self.shards = Shards(
-            world.data, world.order(), self.store, self.opened, self, self, Disk(quota, lambda: self.free, 0),
+            world.data, world.order(), self.store, self.opened, self, self, Disk(quota, lambda: self.free),
             cursor=cursor, clock=lambda: self.now,
         )  # fmt: skip
         self.shards.changed = lambda gone: self.changes.append(list(gone))
