@@ -133,6 +133,9 @@ state_write_share = 0.1  # share of time spent on writing state files; deltas re
 state_write_versions_max = 8  # outer steps between two state files at most: bounds the replay at start
 prepared_steps_max = 2  # candidate outer steps held as arrays
 
+# Planning a run
+planned_nodes = 4  # of a small run: what a node fetches in a pass comes from the other three
+
 # Traffic between peers
 messages_per_peer_per_s = 20.0  # of one kind from one sender; heartbeats of the demo are 2 a second
 messages_per_peer_burst = 100  # a committee that catches up says much at once
@@ -167,6 +170,9 @@ events_shown = 20  # on the page
 rounds_shown = 12  # the last outer steps on the page
 points_kept = 8192  # versions in memory for the curve; older ones are thinned beyond it
 evaluations_due_max = 64  # newest evaluated versions for which a report is still taken
+samples_kept = 8  # newest evaluated versions whose continuations are kept
+sample_lines_max = 24  # of one continuation on the page
+tracked_waiting_max = 4096  # points on their way to TensorBoard or W&B; more are left out
 chart_points_max = 300  # points in one drawn curve and in the JSON: a pixel or two each
 page_nodes_max = 200  # rows in the table; the JSON has all of them
 metric_nodes_max = 256  # nodes with series of their own in /metrics
@@ -184,7 +190,10 @@ trainer_crash_window_s = 300.0  # crashes older than this are forgotten
 trainer_not_finite_max = 3  # non-finite losses, gradients or deltas in a row, no good pass between: the brake
 trainer_brake_s = 600.0  # first pause of the brake; doubles up to trainer_brake_s_max
 trainer_brake_s_max = 4 * 3600.0  # a machine that was mended overnight is tried again in the morning
-evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation
+evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation; of all single sources as many again
+evaluation_slice_s = 0.2  # continuations are written for so long between two inner steps
+evaluation_agrees_nats = 0.02  # what losses of one state differ by, between devices and their bf16
+sample_chars_max = 1000  # of one continuation: 256 tokens of four letters; fits string_bytes_max
 evaluations_waiting_max = 4  # asked for and not begun; the oldest gives way
 checkpoint_passes = 16  # passes between two saves of the moments
 checkpoint_s = 300.0  # seconds between them, whichever is first
@@ -197,6 +206,9 @@ shard_backoff_s_min = 1.0  # pause after a data shard could not be fetched, doub
 shard_backoff_s_max = 60.0  # and no longer than this: donors come back
 donor_avoided_s = 30.0  # a donor that did not answer, or lied, is asked behind all others for so long
 data_disk_reserve_bytes = 256 * MIB  # left free on the disk by data, besides room for the states
+
+# What an owner's key signed
+ledger_bytes_max = MIB  # 10,000 runs of one owner at 100 bytes
 
 # Making a run
 model_config_bytes_max = 16 * KIB  # arguments of a config class; the longest known are 2 KiB
@@ -223,13 +235,13 @@ broken_documents_share_max = 0.01  # of all documents; more is a file of another
 broken_documents_spared = 10  # so many are always passed over
 broken_documents_first_max = 100  # a file that begins with so many, and nothing else, is of another kind
 evaluation_share_max = 0.1  # of the corpus held out at most
+evaluation_sources_max = 15  # evaluation sets of one source each; the RunSpec holds 16 in all
 held_out_bytes_max = MIB  # of text in one evaluation set: four evaluations of BPE tokens, one frame at 4 bytes
 portion_bytes = 64 * MIB  # of text that one process reads at a time; in memory
 bucket_bytes = 32 * MIB  # of text that one process orders and tokenises at a time; in memory
 making_jobs_max = 64  # processes; each takes some 300 MB
 making_told_s = 1.0  # between two looks at how far the making is
 tokenizer_vocab_max = 2**18  # of a tokenizer trained here; more would be embeddings and little else
-evaluation_sources_max = 15  # evaluation sets of one source each; the RunSpec holds 16 in all
 tokenizer_ids_max = 2**22  # of a tokenizer.json; the largest in use have 2**18
 tokenizer_sample_bytes_max = 128 * MIB  # of text that a tokenizer is trained on; more changes few merges
 

@@ -41,7 +41,7 @@ from p2pdiloco.wire.log import (
     Scalars,
     committee_digest,
 )
-from p2pdiloco.wire.messages import EvalReport, NodeReport
+from p2pdiloco.wire.messages import EvalReport, NodeReport, SetLoss
 
 RUN = RunId(digest_of(b"a made-up run"))
 WITNESS = PeerId(digest_of(b"witness"))
@@ -215,12 +215,25 @@ class FakeRun:
         self.now += 0.1
         self.entry(OwnerEntry(OwnerWord(kind, 1, value, b"", b""), bytes(32)))
 
-    def evaluated(self, loss: float, by: int | None = None, version: int | None = None) -> None:
-        """A report, by the chosen node unless another is named; of the newest version."""
+    def evaluated(
+        self,
+        loss: float,
+        by: int | None = None,
+        version: int | None = None,
+        *,
+        losses: Sequence[float] = (),
+        samples: Sequence[str] = (),
+    ) -> None:
+        """A report, by a chosen node unless another is named; of the newest version.
+
+        `losses`: of the sets behind the first. Raises: PeerError, as the builder does.
+        """
         version = self.version if version is None else version
-        order = self.builder.evaluators.order(version)
-        sender = peer_of(by) if by is not None else order[0] if order else peer_of(1)
-        self.builder.evaluated(sender, EvalReport(version, bytes(32), loss, 65536), when_unix=self.now)
+        chosen = self.builder.evaluators.chosen(version).chosen
+        sender = peer_of(by) if by is not None else chosen[0] if chosen else peer_of(1)
+        sets = tuple(SetLoss(x, 4096) for x in (loss, *losses))
+        report = EvalReport(version, bytes(32), sets, tuple(samples))
+        self.builder.evaluated(sender, report, when_unix=self.now)
 
     def lifelike(self, versions: int = 60) -> None:
         """Four nodes of mixed speed, a few events, an evaluation every fourth version."""

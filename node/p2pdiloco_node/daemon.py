@@ -23,7 +23,7 @@ from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import PeerId, short
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.run_spec import RunSpec, spec_bytes_of
-from p2pdiloco.wire.messages import EvalReport, Goodbye
+from p2pdiloco.wire.messages import EvalReport, Goodbye, SetLoss
 from p2pdiloco_node import __version__
 from p2pdiloco_node.announcer import Announcer
 from p2pdiloco_node.config import (
@@ -399,13 +399,15 @@ class Daemon:
             await asyncio.sleep(REPORT_S if local else limits.announce_interval_s)
 
     def _evaluated(self, evaluation: Evaluation) -> None:
+        found = evaluation.found
         log.info(
             "version %d: held-out loss %.4f on %d tokens",
-            evaluation.version,
-            evaluation.loss,
-            evaluation.tokens,
+            found.version,
+            found.losses[0],
+            found.tokens[0],
         )
-        report = EvalReport(evaluation.version, evaluation.state_root, evaluation.loss, evaluation.tokens)
+        sets = tuple(SetLoss(loss, tokens) for loss, tokens in zip(found.losses, found.tokens, strict=True))
+        report = EvalReport(found.version, evaluation.state_root, sets, found.samples)
         task = asyncio.get_running_loop().create_task(self._say_evaluation(report))
         self._saying.add(task)
         task.add_done_callback(self._saying.discard)

@@ -43,12 +43,10 @@ class State(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Held-out loss of a certified state, measured here."""
+    """Held-out losses of a certified state and what it writes, as this node's trainer found."""
 
-    version: int
     state_root: Digest
-    loss: float  # nats per token
-    tokens: int
+    found: frames.Evaluated
 
 
 class TrainingData(Protocol):
@@ -247,7 +245,8 @@ class TrainerDesk:
             spec=self._spec_bytes,
             peer=self._peer,
             shards=tuple(map(str, data.paths)),
-            evaluation=str(data.evaluation_paths[0]),
+            evaluations=tuple(map(str, data.evaluation_paths)),
+            tokenizer=tuple(map(str, data.tokenizer_paths)),
             exchange="",
             cursor=self._contributor.cursor,
             next_sequence=0,
@@ -275,11 +274,13 @@ class TrainerDesk:
                     "trainer", f"A {what} that is not finite at inner step {step}: back to the anchor."
                 )
                 self._put(fact.TrainerNotFinite())
-            case frames.Evaluated(version, loss, tokens):
+            case frames.Evaluated(version):
                 root = self._roots.pop(version, None)
                 telemetry.evaluating = bool(self._roots)
+                if told.why:
+                    telemetry.say("data", f"Version {version} writes no samples here: {told.why}")
                 if root is not None:
-                    self._on_evaluated(Evaluation(version, root, loss, tokens))
+                    self._on_evaluated(Evaluation(root, told))
             case frames.NotEvaluated(version, why):
                 self._roots.pop(version, None)
                 telemetry.evaluating = bool(self._roots)

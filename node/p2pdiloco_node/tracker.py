@@ -40,8 +40,9 @@ from p2pdiloco_node import __version__
 from p2pdiloco_node.checkpoint_maker import CheckpointMaker, heard_of, listing
 from p2pdiloco_node.checkpoint_shelf import CheckpointShelf
 from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
+from p2pdiloco_node.hosts import reachable_hosts
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
-from p2pdiloco_node.participant import Participant, Setting, reachable_hosts
+from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.run_new import BLOBS, SPEC_FILE, WITNESS_KEY
 from p2pdiloco_node.status_page import StatusPage
@@ -114,6 +115,7 @@ class Tracker:
         self._losses: dict[bytes, float] = {}  # delta -> mean loss of its pass, from its header
         self._version = 0  # of the newest entry that the builder has seen
         self._fed = 0  # entries that the builder has seen
+        self._cut_to: int | None = None  # the builder has seen entries after this one that are gone
 
     async def __aenter__(self) -> Self:
         """Raises: OperatorError."""
@@ -182,21 +184,9 @@ class Tracker:
         self._db = await self._stack.enter_async_context(TrackerDb(self._dir / HISTORY, self._run))
         note_address(self._stack, data.root, participant.listener, self._listen.host)
         url = self._url()
-        self.builder = StatusBuilder(
-            self._run,
-            self._spec,
-            # The folder's name alone: where it lies on this machine is nobody else's business.
-            join=join_hint(self._run, url, local=local, folder=shlex.quote(self._dir.absolute().name)),
-            build=__version__,
-            started_unix=time.time(),
-        )
-        kept = await self._db.load()
-        self.builder.restore(
-            versions=kept.versions,
-            earned=kept.contributions,
-            evaluations=kept.evaluations,
-            events=kept.events,
-        )
+        # The folder's name alone: where it lies on this machine is nobody else's business.
+        self._join = join_hint(self._run, url, local=local, folder=shlex.quote(self._dir.absolute().name))
+        self.builder = await self._new_builder(time.time())
         participant.own_record = participant.peer_record("witness", await self._public_addresses())
         self._print_addresses(url)
         if not local and not any(is_dialable(h) for h in participant.own_record.hosts):
@@ -205,6 +195,21 @@ class Tracker:
                 "--public-url, or make the run with p2pdiloco run new --admission local",
                 flush=True,
             )
+
+    async def _new_builder(self, started_unix: float) -> StatusBuilder:
+        """The page's history as the database has it; the log is fed to it from its beginning."""
+        builder = StatusBuilder(
+            self._run, self._spec, join=self._join, build=__version__, started_unix=started_unix
+        )
+        kept = await self._db.load()
+        builder.restore(
+            versions=kept.versions,
+            earned=kept.contributions,
+            evaluations=kept.evaluations,
+            samples=kept.samples,
+            events=kept.events,
+        )
+        return builder
 
     def _url(self) -> str:
         """Where nodes reach this tracker, as far as it can know."""
@@ -253,6 +258,7 @@ class Tracker:
         self._replay()
         self.telemetry.on_installed = self._installed
         self.telemetry.on_said = self._said
+        self.telemetry.on_cut = self._cut
         self.builder.event("tracker", "the tracker started", when_unix=time.time())
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._feed()), group.create_task(self._leave_when_asked())]
@@ -323,7 +329,7 @@ class Tracker:
         """Raises: PeerError."""
         roots = self._roots.get(said.version, set())
         root = said.state_root if said.state_root in roots else next(iter(roots), None)
-        report = self.directory.evaluation(opened, root_of=lambda _version: root)
+        report = self.directory.evaluation(opened, self._spec, root_of=lambda _version: root)
         self.builder.evaluated(opened.sender, report, when_unix=time.time())
 
     def _note_loss(self, header: DeltaHeader) -> None:
@@ -346,6 +352,25 @@ class Tracker:
     def _installed(self, action: InstallEntry) -> None:
         for index in range(self._fed + 1, action.index + 1):
             self._entry(index, time.time())
+
+    def _cut(self, index: int) -> None:
+        """The owner's recovery dropped the entries after `index`: the page forgets them within a second."""
+        self._cut_to = index if self._cut_to is None else min(self._cut_to, index)
+
+    async def _go_back(self, index: int) -> None:
+        """A builder that never heard of what was dropped; its counts begin with the log."""
+        node = self.participant.node
+        assert node is not None, "begun"
+        await self._save()
+        try:
+            await self._db.forget_after(node.log.version_at(index))
+            builder = await self._new_builder(self.builder.started_unix)
+        except OperatorError as error:
+            self.telemetry.say("history", f"The page's history still has what was dropped: {error}")
+            return
+        self.builder, self._fed, self._version = builder, 0, 0
+        self._roots.clear()
+        self._replay()
 
     def _entry(self, index: int, when_unix: float | None) -> None:
         node = self.participant.node
@@ -371,6 +396,9 @@ class Tracker:
         """Directory and database, once a second."""
         while True:
             await asyncio.sleep(FEED_S)
+            if self._cut_to is not None:
+                index, self._cut_to = self._cut_to, None
+                await self._go_back(index)
             now = time.monotonic()
             self.directory.forget_old(now)
             self.builder.directory(self.directory.listed(now), when_unix=time.time())
@@ -387,6 +415,7 @@ class Tracker:
                 versions=new.versions,
                 contributions=new.credits,
                 evaluations=new.evaluations,
+                samples=new.samples,
                 events=new.events,
             )
         except OperatorError as error:

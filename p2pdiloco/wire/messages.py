@@ -215,13 +215,22 @@ class NodeReport(Struct, frozen=True):
     build: Annotated[str, Meta(max_length=32)]
 
 
+class SetLoss(Struct, frozen=True):
+    """Of one evaluation set."""
+
+    loss: Share  # mean, nats per token
+    tokens: Count  # over which
+
+
 class EvalReport(Struct, frozen=True):
-    """Held-out loss of a certified state, by the node chosen for that version."""
+    """Held-out losses of a certified state, and what it writes, by a node chosen for that version."""
 
     version: Count
     state_root: Bytes32
-    loss: Share  # nats per token
-    tokens: Count
+    sets: Annotated[tuple[SetLoss, ...], Meta(min_length=1, max_length=16)]  # as in the RunSpec
+    samples: Annotated[
+        tuple[Annotated[str, Meta(max_length=limits.sample_chars_max)], ...], Meta(max_length=4)
+    ] = ()  # continuations of the RunSpec's prompts, in their order; none where they cannot be written
 
 
 class Announce(Struct, frozen=True):

@@ -57,6 +57,7 @@ TRAINER = (
     "p2pdiloco_node.training.inner_loop",
     "p2pdiloco_node.training.genesis",
     "p2pdiloco_node.training.losses",
+    "p2pdiloco_node.training.sampling",
     "p2pdiloco_node.training.adamw",
     "p2pdiloco_node.training.checkpoint_reader",
     "p2pdiloco_node.export.hf_config",

@@ -40,7 +40,7 @@ class Configure(Frame, frozen=True):
     spec: bytes  # the encoded RunSpec
     peer: bytes  # PeerId, 32 bytes: the order of the data is this node's own
     shards: tuple[str, ...]  # one path per shard of the RunSpec, in its order
-    evaluation: str  # path of the held-out shard
+    evaluations: tuple[str, ...]  # one path per evaluation set of the RunSpec, in its order
     exchange: str  # folder of the array files
     cursor: int  # first sequence not yet trained on
     next_sequence: int  # the number that the next finished pass gets
@@ -51,6 +51,7 @@ class Configure(Frame, frozen=True):
     offload: str = "auto"
     compile: bool = False
     moments: str = ""  # file of AdamW moments to start from; empty: from zero, warmed up
+    tokenizer: tuple[str, ...] = ()  # files that make up the tokenizer.json; none: bytes
 
 
 class Adopt(Frame, frozen=True):
@@ -127,6 +128,7 @@ class Stepped(Frame, frozen=True):
     longest_gap_s: float  # between the ends of two inner steps since the last report
     version: int  # adopted
     lr: float
+    clock: int = 0  # tokens, of the run's clock, up to here
     cursor: int = 0  # first sequence of the node's own order that is not read yet
 
 
@@ -161,12 +163,14 @@ class NotFinite(Frame, frozen=True):
 
 class Evaluated(Frame, frozen=True):
     version: int
-    loss: float  # nats per token
-    tokens: int
+    losses: tuple[float, ...]  # nats per token, by evaluation set
+    tokens: tuple[int, ...]  # over which
+    samples: tuple[str, ...] = ()  # continuations, by prompt of the RunSpec
+    why: str = ""  # there are none, where some were wanted
 
 
 class NotEvaluated(Frame, frozen=True):
-    """The held-out shard cannot be read here; training goes on."""
+    """An evaluation set cannot be read here; training goes on."""
 
     version: int
     why: str

@@ -30,20 +30,14 @@ from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.wire.codec import decode
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array, take_array, write_array
-from p2pdiloco_node.training.data import (
-    DataFeed,
-    DataOrder,
-    NothingHere,
-    ShardMissing,
-    ShardReader,
-    evaluation_places,
-)
+from p2pdiloco_node.training.data import DataFeed, DataOrder, NothingHere, ShardReader
 from p2pdiloco_node.training.device import DeviceMissing
-from p2pdiloco_node.training.evaluation import Evaluation
+from p2pdiloco_node.training.evaluation import Evaluation, HeldOut, Writes
 from p2pdiloco_node.training.families import ModelRefused
 from p2pdiloco_node.training.frames import Command, Event
 from p2pdiloco_node.training.memory_plan import chosen, plan_trainer
 from p2pdiloco_node.training.moments_file import read_moments, write_moments
+from p2pdiloco_node.training.text_codec import TextCodec, open_codec
 
 PR_SET_PDEATHSIG = 1
 
@@ -91,14 +85,8 @@ class Worker:
         self._data = DataFeed(
             order, shards, clock, lambda missing, why: emit(frames.ShardsMissing(tuple(missing), why))
         )
-        held_out = spec.data.evaluation.tokens
-        self._held_out = ShardReader(
-            [Path(configure.evaluation)], [held_out], seq_len=seq_len, token_bytes=width, vocab_size=words
-        )
-        self._eval_places = evaluation_places(
-            held_out, seq_len=seq_len, tokens_max=limits.evaluation_tokens_max
-        )
-        self._eval_slice = spec.inner.sequences_per_step
+        self._held_out = HeldOut(spec, [Path(path) for path in configure.evaluations])
+        self._codec, self._no_samples = self._open_codec(configure)
         self._exchange = Path(configure.exchange)
         self._next_sequence = configure.next_sequence
         self._cursor = configure.cursor
@@ -261,6 +249,7 @@ class Worker:
                 self._longest_gap_s,
                 self._version,
                 rate,
+                self._clock_tokens + current.steps * self.spec.tokens_per_inner_step,
                 self._cursor,
             )
         )
@@ -295,19 +284,36 @@ class Worker:
                 return
             asked = self._asked.popleft()
             self.loop.load_evaluation(take_array(Path(asked.params), self.spec.model.params))
-            self._evaluation = Evaluation(asked.version, self._eval_places, slice_sequences=self._eval_slice)
+            self._evaluation = Evaluation(
+                asked.version, self._held_out, self._writes(),
+                slice_sequences=self.spec.inner.sequences_per_step,
+            )  # fmt: skip
+        told: Event
         try:
-            over = self._evaluation.turn(self._held_out.read, self.loop.evaluate)
-        except ShardMissing as error:
-            version, self._evaluation = self._evaluation.version, None
-            self.loop.drop_evaluation()
-            self._emit(frames.NotEvaluated(version, str(error)))
-            return
-        if over:
-            seq_len = self.spec.model.seq_len
-            done, self._evaluation = self._evaluation, None
-            self.loop.drop_evaluation()
-            self._emit(frames.Evaluated(done.version, done.loss(seq_len), done.tokens(seq_len)))
+            if not self._evaluation.turn(self.loop):
+                return
+            told = self._evaluation.result(self._no_samples)
+        except OperatorError as error:
+            told = frames.NotEvaluated(self._evaluation.version, str(error))
+        self._evaluation = None
+        self.loop.drop_evaluation()
+        self._emit(told)
+
+    def _open_codec(self, configure: frames.Configure) -> tuple[TextCodec | None, str]:
+        """What continuations need of the tokenizer, or why there will be none."""
+        if not self.spec.samples.prompts:
+            return None, ""
+        try:
+            return open_codec(self.spec.data.tokenizer, [Path(path) for path in configure.tokenizer]), ""
+        except OperatorError as error:
+            return None, str(error)
+
+    def _writes(self) -> Writes | None:
+        if self._codec is None:
+            return None
+        from p2pdiloco_node.training.sampling import Continuations  # torch
+
+        return Continuations(self.spec, self._codec, self.loop, self._clock)
 
     def _save(self, path: Path) -> None:
         """Copy the moments now, write them beside the loop: fsync may take long on a busy disk."""

@@ -238,10 +238,18 @@ async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: K
     kit.desk.evaluate(4, ROOT, soon(4))
     await kit.carry_out()
     assert kit.desk.evaluating
-    await kit.desk.trainer_said(frames.Evaluated(3, 9.0, 10))
-    await kit.desk.trainer_said(frames.Evaluated(4, 2.0, 10))
-    assert kit.evaluations == [Evaluation(4, ROOT, 2.0, 10)]
+    await kit.desk.trainer_said(frames.Evaluated(3, (9.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
+    assert kit.evaluations == [Evaluation(ROOT, frames.Evaluated(4, (2.0,), (10,)))]
     assert not kit.desk.evaluating
+    assert kit.said == []
+
+
+async def test_an_evaluation_without_samples_counts_and_says_why(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,), why="the tokenizer is none."))
+    assert [e.found.losses for e in kit.evaluations] == [(2.0,)]
+    assert kit.said == ["Version 4 writes no samples here: the tokenizer is none."]
 
 
 async def test_missing_data_is_said_and_an_evaluation_that_failed_is_over(kit: Kit) -> None:
@@ -258,7 +266,7 @@ async def test_missing_data_is_said_and_an_evaluation_that_failed_is_over(kit: K
 
 async def test_the_data_are_told_where_the_trainer_is(kit: Kit, tmp_path: Path) -> None:
     """A pass counts for them when it is durable, and not when it is lost."""
-    await kit.desk.trainer_said(frames.Stepped(1, 4, 2.0, 10.0, 0.1, 0, 0.1, cursor=8))
+    await kit.desk.trainer_said(frames.Stepped(1, 4, 2.0, 10.0, 0.1, 0, 0.1, clock=0, cursor=8))
     kit.overtaken = True
     await kit.desk.trainer_said(passed(tmp_path))
     kit.overtaken = False
@@ -274,7 +282,7 @@ async def test_when_the_run_is_over_only_its_last_version_is_still_evaluated(kit
     kit.desk.run_ended(4)
     await kit.carry_out()
     assert kit.desk.evaluating
-    await kit.desk.trainer_said(frames.Evaluated(4, 2.0, 10))
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
     assert not kit.desk.evaluating
 
 
@@ -311,4 +319,4 @@ async def test_a_fresh_trainer_waits_for_the_data_and_starts_from_the_newest_sta
     begun = await asyncio.wait_for(beginning, 5)
     assert (begun.version, begun.clock, begun.view.anchor[0]) == (5, 500, 5.0)
     assert begun.configure.shards == ("a", "b")
-    assert begun.configure.evaluation == "e"
+    assert (begun.configure.evaluations, begun.configure.tokenizer) == (("e",), ("t",))

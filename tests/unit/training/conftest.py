@@ -33,7 +33,7 @@ class TinyModelRun(NamedTuple):
             "spec": encode(spec),
             "peer": tagged_digest("test-peer"),
             "shards": tuple(map(str, self.shards)),
-            "evaluation": str(self.evaluation),
+            "evaluations": (str(self.evaluation),),
             "exchange": str(self.folder),
             "cursor": 0,
             "next_sequence": 1,
