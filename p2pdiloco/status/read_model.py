@@ -146,6 +146,7 @@ class Learning(View, frozen=True):
     perplexity: float | None
     bits_per_byte: float | None
     evaluations: tuple[EvalPoint, ...]
+    evaluators: str  # how many say so, and whether they agree; empty: not known
     sets: tuple[EvalSet, ...]  # of the newest evaluation
     samples: tuple[Samples, ...]  # newest first
 

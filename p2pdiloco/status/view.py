@@ -15,7 +15,7 @@ from p2pdiloco.status import read_model as rm
 from p2pdiloco.status.checkpoints import with_losses
 from p2pdiloco.status.join import export_line
 from p2pdiloco.status.names import clean_name, clean_text, finite
-from p2pdiloco.status.words import RunFacts, node_word, run_word
+from p2pdiloco.status.words import RunFacts, evaluators_words, node_word, run_word
 
 if TYPE_CHECKING:
     from p2pdiloco.status.builder import StatusBuilder
@@ -153,6 +153,7 @@ def _learning(b: StatusBuilder) -> rm.Learning:
         bits_per_byte=sets[0].bits_per_byte if sets else None,
         # Who said what is shown of the newest alone: of hundreds it would be most of the JSON.
         evaluations=tuple(replace(p, reports=()) for p in shown),
+        evaluators=evaluators_words(newest) if newest else "",
         sets=sets,
         samples=tuple(b.samples[v] for v in sorted(b.samples, reverse=True)),
     )
