@@ -64,7 +64,7 @@ def model_card(facts: Facts) -> str:
         "",
         "## Data",
         "",
-        f"- {data['tokens']:,} training tokens in {data['shards']:,} shards",
+        f"- {data['tokens']:,} training tokens in {data['shards']:,} shard{'s' * (data['shards'] != 1)}",
         f"- Merkle root of the shards' digests: `{data['shards_root']}`",
         *_held_out(data),
         f"- tokenizer: {data['tokenizer']['kind']}, {data['tokenizer']['vocab_size']:,} tokens"
