@@ -96,10 +96,18 @@ def run_new(
     tokens: str = "20M",
     data: Globs = None,
     admission: Literal["open", "local"] = "open",
+    text_key: str = "text",
+    tokenizer: str | None = None,
+    eval_per_source: Annotated[bool, Parameter(negative_bool=())] = False,
+    seed: Whole = 1,
+    jobs: Whole = 0,
     outer_steps: Whole = 0,
     inner_steps: Whole | None = None,
     pass_s: float | None = None,
     codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
+    seq_len: Whole | None = None,
+    batch: Whole | None = None,
+    lr: float | None = None,
     committee: Literal[1, 3, 5, 7] | None = None,
     config: ConfigFile = None,
 ) -> int:
@@ -110,13 +118,26 @@ def run_new(
     name:
         The run's name, up to 32 characters.
     model:
-        A preset: llama:tiny, llama:1m, llama:20m, llama:110m.
+        A preset such as llama:20m or mixtral:tiny (docs/models.md), a config.json, or a folder with a
+        checkpoint to start from.
     out:
         The new folder (DIR).
     tokens:
         The run is over after so many tokens: a number, with K, M, G or T.
     data:
-        Files to train on (a glob; may be given several times). Left out: Python's standard library.
+        What to train on: files, globs, folders or hf:NAME (docs/data.md); may be given several times. Left
+        out: Python's standard library.
+    text_key:
+        Where the text is in JSON lines and tables.
+    tokenizer:
+        bytes, bpe:N (trained here, N tokens), or a tokenizer.json. Left out: that of the model's folder, else
+        bytes.
+    eval_per_source:
+        Hold out an evaluation set of each --data as well.
+    seed:
+        Of the data's order and of the model's initial params.
+    jobs:
+        Processes that prepare the data; 0: one a core.
     admission:
         Who may take part: open, or local (this machine or network; every node is trusted).
     outer_steps:
@@ -126,6 +147,12 @@ def run_new(
     pass_s:
         Seconds from the first adoption in a pass to its end, if H steps are not taken before.
     codec:
+    seq_len:
+        Tokens of a training sequence.
+    batch:
+        Sequences of one inner step of one node.
+    lr:
+        Highest learning rate of the inner loop.
         How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
     committee:
         Most seats that the committee may have.
@@ -137,26 +164,21 @@ def run_new(
 
     parts = read_run_file(config)
     flags: dict[str, dict[str, object]] = {
-        "inner": {"inner_steps": inner_steps, "pass_s": pass_s},
+        "inner": {"inner_steps": inner_steps, "pass_s": pass_s, "sequences_per_step": batch, "lr": lr},
         "outer": {"codec": codec},
         "committee": {"size_max": committee},
     }
     for part, values in flags.items():
         parts[part] |= {key: value for key, value in values.items() if value is not None}
-    said = ""
-
-    def progress(what: str, _share: float) -> None:
-        nonlocal said
-        if what != said:
-            said = what
-            print(f"{what} ...", flush=True)
-
-    run = asyncio.run(
-        create_run(
-            name, model, data, parse_tokens(tokens), out, admission=admission, target_version=outer_steps,
-            progress=progress, inner=parts["inner"], outer=parts["outer"], committee=parts["committee"],
-        )
-    )  # fmt: skip
+    with shown() as told:
+        run = asyncio.run(
+            create_run(
+                name, model, data, parse_tokens(tokens), out, admission=admission, target_version=outer_steps,
+                text_key=text_key, tokenizer=tokenizer, eval_per_source=eval_per_source, jobs=jobs, seed=seed,
+                seq_len=seq_len, inner=parts["inner"], outer=parts["outer"], committee=parts["committee"],
+                told=told,
+            )
+        )  # fmt: skip
     print(
         f"Run {run.hex()}\nis ready in {out}. Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"
     )
@@ -217,6 +239,9 @@ def node(
     die_with_parent: Hidden = None,
 ) -> int:
     """Join a run and train.
+    checkpointing: Literal["auto", "on", "off"] | None = None,
+    offload: Literal["auto", "none", "anchor", "moments"] | None = None,
+    compile_: Annotated[bool | None, Parameter(name="--compile")] = None,
 
     Parameters
     ----------
@@ -237,7 +262,13 @@ def node(
     threads:
         CPU threads of the trainer.
     micro_batch:
-        Sequences per forward pass; 0: as many as an inner step has. Less needs less memory.
+        Sequences per forward pass; 0: as many as fit well in memory. Less needs less of it.
+    checkpointing:
+        Compute activations twice to keep fewer of them: auto, on, off.
+    offload:
+        What lies in host memory instead of the GPU's: auto, none, anchor, moments (these and the anchor).
+    compile_:
+        Compile the losses with torch.compile: faster on GPUs after a minute or two.
     data_disk:
         Most that the run's data may take on disk, such as 20GB. A corpus that is larger is read in windows.
     keep_deltas:
@@ -249,7 +280,8 @@ def node(
     """
     from p2pdiloco_node.daemon import run_node
 
-    return run_node(_node_config(config, locals()).values)
+    flags = locals() | {"compile": compile_}
+    return run_node(_node_config(config, flags).values)
 
 
 @app.command

@@ -6,18 +6,20 @@ Of a corpus of a few large documents the end of the largest one is held out inst
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
-from p2pdiloco_node.corpus.documents import RECORD, Index, digests_of, first_of_copies
+from p2pdiloco_node.corpus.documents import RECORD, Index, boundary, digests_of, first_of_copies
 
 HELD_OUT_SHARE = 0.01  # but enough for two full evaluations where the corpus allows
 CANDIDATES_BYTES = 16 * limits.held_out_bytes_max  # whole small corpora: there some documents do not fit
 WHOLE = "all"  # the set of the whole corpus
+TAIL_WINDOW_BYTES = 4096  # behind the place where a document is divided, for the end of a paragraph
 END_BYTES = 1  # a document's end counts, too: it becomes a token
 
 
@@ -47,6 +49,13 @@ class Split(msgspec.Struct, frozen=True, array_like=True):
                 whole = not held_set.tail or found.get(digest) == 0
                 found[digest] = 0 if whole else max(held_set.tail, found.get(digest, 0))
         return found
+
+
+class Sides(NamedTuple):
+    """Documents of a bucket. A flag says whether a text is tokens already."""
+
+    training: list[tuple[bytes, bool]]
+    held_out: list[tuple[bytes, bytes, bool]]  # with the digest
 
 
 class _Chooser:
@@ -113,3 +122,28 @@ def choose_held_out(buckets: Iterable[Index], *, sources: dict[int, str], evalua
         raise OperatorError("the corpus is empty: no document has any text; choose other files with --data.")
     sets = tuple(chooser.choose(evaluation_bytes) for chooser in (whole, *own.values()))
     return Split(sum(documents), sum(sizes), copies, sets, tuple(sizes))
+
+
+def divide(index: Index, documents: Sequence[bytes], held_out: Mapping[bytes, int], width: int) -> Sides:
+    """What is trained on and what is held out of these documents, in their order.
+
+    `held_out`: digest to bytes at the end, 0 for all. `width`: bytes of a ready token.
+    """
+    sides = Sides([], [])
+    ready = index["tokens"].astype(np.bool_).tolist()
+    for digest, text, is_tokens in zip(digests_of(index), documents, ready, strict=True):
+        tail = held_out.get(digest)
+        at = len(text) if tail is None else 0 if not tail else _place(text, tail, width if is_tokens else 0)
+        if at:
+            sides.training.append((text[:at], is_tokens))
+        if at < len(text):
+            sides.held_out.append((digest, text[at:], is_tokens))
+    return sides
+
+
+def _place(text: bytes, tail: int, width: int) -> int:
+    """Where the last `tail` bytes begin, or a paragraph soon behind that; of ready tokens, a token."""
+    at = max(0, len(text) - tail)
+    if width:
+        return at - at % width
+    return min(len(text) - 1, at + boundary(text[at : at + min(TAIL_WINDOW_BYTES, tail // 2)]))

@@ -11,7 +11,6 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +20,20 @@ from p2pdiloco.run_spec import DataSpec
 from p2pdiloco_node.corpus import packing, reading, tokenising
 from p2pdiloco_node.corpus.documents import Index
 from p2pdiloco_node.corpus.held_out import Split, choose_held_out
-from p2pdiloco_node.corpus.planning import check_disk, check_same, make_plan, source_names
+from p2pdiloco_node.corpus.planning import (
+    check_disk,
+    check_enough,
+    check_same,
+    check_size,
+    make_plan,
+    source_names,
+)
 from p2pdiloco_node.corpus.processes import Processes
 from p2pdiloco_node.corpus.progress import BYTES as IN_BYTES
 from p2pdiloco_node.corpus.progress import Told, amount
 from p2pdiloco_node.corpus.readers import END, Broken, describe
 from p2pdiloco_node.corpus.segments import Counted
+from p2pdiloco_node.corpus.token_input import shard_tokens
 from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokenizer, parse_choice
 from p2pdiloco_node.corpus.work import FOLDER, Plan, Taken, Tokenised, Work
 from p2pdiloco_node.storage.files import make_folder
@@ -45,6 +52,7 @@ class Request(NamedTuple):
     eval_per_source: bool = False
     seed: int = 0
     jobs: int = 0  # processes; 0: one a core
+    seq_len: int = 1  # tokens of a sequence: what is made holds one on each side at least
 
 
 def make_data(request: Request, out: Path, told: Told, stop: threading.Event | None = None) -> DataSpec:
@@ -63,6 +71,7 @@ def make_data(request: Request, out: Path, told: Told, stop: threading.Event | N
         raise OperatorError(f"--jobs is 0 to {limits.making_jobs_max}.", exit_code=2)
     work = Work(out / FOLDER)
     plan, tokenizer = make_plan(request, parse_choice(request.tokenizer))
+    check_enough(plan, request.seq_len)
     old = work.plan()
     if old is not None:
         check_same(old, plan, out)
@@ -80,7 +89,7 @@ def make_data(request: Request, out: Path, told: Told, stop: threading.Event | N
         inline = jobs == 1 or plan.text_bytes < INLINE_BYTES
         try:
             with Processes(0 if inline else jobs, stop) as processes:
-                return _Making(work, plan, out / BLOBS, processes, told).make()
+                return _Making(work, plan, out / BLOBS, processes, told).make(request.seq_len)
         except OperatorError as error:
             if error.exit_code in OWNER_MENDS:
                 _remove(work, new)
@@ -94,9 +103,8 @@ def forget_work(out: Path) -> None:
 
 def _remove(work: Work, new: Sequence[Path]) -> None:
     shutil.rmtree(work.root, ignore_errors=True)
-    for folder in reversed(new):
-        with suppress(OSError):
-            folder.rmdir()
+    for folder in new:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Making:
@@ -107,7 +115,13 @@ class _Making:
         self._processes, self._told = processes, told
         self._root = str(work.root)
 
-    def make(self) -> DataSpec:
+    def make(self, seq_len: int) -> DataSpec:
+        """Raises: as `make_data`."""
+        data = self._data()
+        check_size(data, seq_len)
+        return data
+
+    def _data(self) -> DataSpec:
         work = self._work
         data = work.data()
         if data is not None and all((self._blobs / blob.digest.hex()).is_file() for blob in data.blobs):
@@ -230,7 +244,7 @@ class _Making:
                 "the corpus is too small: nothing is left to train on; name more with --data."
             )
         width = tokenised.vocabulary.token_bytes
-        size = packing.shard_tokens(tokenised.tokens, width)
+        size = shard_tokens(tokenised.tokens, width)
         shards = -(-tokenised.tokens // size)
         refs = work.shards(blobs)
         missing = [number for number in range(shards) if number not in refs]

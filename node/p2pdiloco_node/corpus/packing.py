@@ -16,15 +16,10 @@ from p2pdiloco.run_spec import BYTES as BYTES_TOKENIZER
 from p2pdiloco.run_spec import BlobRef, EvaluationSet, TokenizerSpec
 from p2pdiloco.wire.frames import make_frame
 from p2pdiloco_node.corpus.held_out import Split
+from p2pdiloco_node.corpus.token_input import shard_tokens
 from p2pdiloco_node.corpus.tokenising import Held
 from p2pdiloco_node.corpus.tokenizer import BYTES, Tokenizer
 from p2pdiloco_node.corpus.work import Tokenised, Work
-
-
-def shard_tokens(tokens: int, token_bytes: int) -> int:
-    """Tokens of each shard but the last, so that they are of equal size, at most 4 MiB."""
-    most = limits.chunk_bytes // token_bytes
-    return -(-tokens // -(-tokens // most))
 
 
 def put_frame(work: Work, blobs: Path, content: bytes, tokens: int) -> BlobRef:

@@ -12,9 +12,10 @@ from typing import Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import DataSpec
 from p2pdiloco_node.corpus.held_out import WHOLE
 from p2pdiloco_node.corpus.progress import Told, amount
-from p2pdiloco_node.corpus.sources import HUB, TOKENS, find_inputs
+from p2pdiloco_node.corpus.sources import HUB, PARQUET, TOKENS, find_inputs
 from p2pdiloco_node.corpus.tables import hub_parts
 from p2pdiloco_node.corpus.token_input import count_tokens
 from p2pdiloco_node.corpus.tokenizer import (
@@ -99,6 +100,32 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
             f"the corpus is empty: {len(inputs)} files without a byte; choose others with --data."
         )
     return plan, tokenizer
+
+
+def check_enough(plan: Plan, seq_len: int) -> None:
+    """Before anything is read, as far as can be told then. Raises: OperatorError."""
+    if any(entry.packed or entry.kind in {HUB, PARQUET} for entry in plan.inputs):
+        return  # what is inside may be more
+    # A token is a byte of text at least, and each document has an end.
+    if plan.text_bytes + len(plan.inputs) < 2 * (seq_len + 1):
+        raise OperatorError(
+            f"the corpus is too small ({plan.text_bytes} bytes): a sequence takes {seq_len + 1} tokens, "
+            "and one "
+            "is needed to train on and one held out; name more files with --data."
+        )
+
+
+def check_size(data: DataSpec, seq_len: int) -> None:
+    """Raises: OperatorError: no shard, or not every evaluation set, holds a sequence and its targets."""
+    longest = max(shard.tokens for shard in data.shards)
+    sets = {f"evaluation set {s.name!r}": s.shard.tokens for s in data.evaluations}
+    for what, tokens in {"training side": longest, **sets}.items():
+        if tokens <= seq_len:
+            raise OperatorError(
+                f"the corpus is too small: the {what} has {tokens} tokens, and a sequence takes "
+                f"{seq_len + 1}; "
+                "name more files with --data, or leave --eval-per-source out."
+            )
 
 
 def check_same(old: Plan, new: Plan, out: Path) -> None:

@@ -71,7 +71,7 @@ def find_inputs(arguments: Sequence[str] | None, *, text_key: str) -> tuple[Inpu
     Raises: OperatorError: as `find_files`, a file cannot be looked at, a table has no such column.
     """
     if arguments is None:
-        return tuple(_input(path, 0, text_key) for path in find_files(None))
+        return inputs_of(find_files(None))
     inputs: list[Input] = []
     taken: set[Path] = set()
     for number, argument in enumerate(_checked(arguments)):
@@ -83,6 +83,11 @@ def find_inputs(arguments: Sequence[str] | None, *, text_key: str) -> tuple[Inpu
         _check_count(len(taken))
         inputs += [_input(path, number, text_key) for path in new]
     return tuple(inputs)
+
+
+def inputs_of(files: Sequence[Path], *, text_key: str = "text") -> tuple[Input, ...]:
+    """These files, as one argument would name them. Raises: OperatorError."""
+    return tuple(_input(path, 0, text_key) for path in files)
 
 
 def kind_of(path: Path) -> tuple[str, str]:

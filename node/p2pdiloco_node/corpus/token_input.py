@@ -24,6 +24,12 @@ def token_bytes_for(vocab_size: int) -> int:
     return next(width for width in WIDTHS if vocab_size <= 256**width)
 
 
+def shard_tokens(tokens: int, token_bytes: int) -> int:
+    """Tokens of each shard but the last, so that they are of equal size, at most 4 MiB."""
+    most = limits.chunk_bytes // token_bytes
+    return -(-tokens // -(-tokens // most))
+
+
 def count_tokens(path: Path, token_bytes: int) -> int:
     """Raises: OperatorError: it cannot be read, or is no file of tokens."""
     return len(_mapped(path, token_bytes))

@@ -14,14 +14,12 @@ import msgspec
 import numpy as np
 
 from p2pdiloco import limits
-from p2pdiloco_node.corpus.documents import RECORD, Index, boundary, digests_of
-from p2pdiloco_node.corpus.held_out import Split
+from p2pdiloco_node.corpus.documents import RECORD, Index, digests_of
+from p2pdiloco_node.corpus.held_out import Split, divide
 from p2pdiloco_node.corpus.reading import plan_of
 from p2pdiloco_node.corpus.segments import Segment, read_bucket
 from p2pdiloco_node.corpus.tokenizer import BYTES, ByteTokens, JsonTokens, Tokenizer, Tokens, train_bpe
 from p2pdiloco_node.corpus.work import Work
-
-TAIL_WINDOW_BYTES = 4096  # behind the place where a document is divided, for the end of a paragraph
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -68,28 +66,14 @@ def tokenise_bucket(root: str, bucket: int) -> tuple[int, int]:
     tokenizer = tokenizer_of(root)
     held_out = split_of(root).held
     whole, places = read_bucket(segments_of(root), bucket)
-    index = whole.records[places]
-    ready = index["tokens"].astype(np.bool_).tolist()
-    texts: list[bytes] = []
-    kinds: list[bool] = []
-    held: list[tuple[bytes, bytes, bool]] = []
-    for digest, text, is_tokens in zip(digests_of(index), whole.documents(places), ready, strict=True):
-        tail = held_out.get(digest)
-        if tail is None:
-            texts.append(text)
-            kinds.append(is_tokens)
-            continue
-        at = 0 if not tail else _divide(text, tail, tokenizer.vocabulary.token_bytes if is_tokens else 0)
-        held.append((digest, text[at:], is_tokens))
-        if at:
-            texts.append(text[:at])
-            kinds.append(is_tokens)
-    ends = _encode(tokenizer, [text for _, text, _ in held], [is_tokens for *_, is_tokens in held])
+    width = tokenizer.vocabulary.token_bytes
+    sides = divide(whole.records[places], whole.documents(places), held_out, width)
+    ends = _encode(tokenizer, [(text, ready) for _, text, ready in sides.held_out])
     kept = [
-        Held(digest, tokens.tobytes(), tokenizer.text_bytes(tokens[:-1]) if is_tokens else len(text))
-        for (digest, text, is_tokens), tokens in zip(held, ends, strict=True)
+        Held(digest, tokens.tobytes(), tokenizer.text_bytes(tokens[:-1]) if ready else len(text))
+        for (digest, text, ready), tokens in zip(sides.held_out, ends, strict=True)
     ]
-    encoded = _encode(tokenizer, texts, kinds)
+    encoded = _encode(tokenizer, sides.training)
     # First what is held out: the tokens' name says that the bucket is done.
     work.write(work.held_of(bucket), [msgspec.msgpack.encode(kept)])
     data = np.concatenate(encoded).tobytes() if encoded else b""
@@ -97,24 +81,13 @@ def tokenise_bucket(root: str, bucket: int) -> tuple[int, int]:
     return bucket, len(data) // tokenizer.vocabulary.token_bytes
 
 
-def _divide(text: bytes, tail: int, token_bytes: int) -> int:
-    """Where the last `tail` bytes begin, or a paragraph soon behind that; of ready tokens, a token."""
-    at = max(0, len(text) - tail)
-    if token_bytes:
-        return at - at % token_bytes
-    return min(len(text) - 1, at + boundary(text[at : at + min(TAIL_WINDOW_BYTES, tail // 2)]))
-
-
-def _encode(tokenizer: Tokenizer, texts: Sequence[bytes], ready: Sequence[bool]) -> list[Tokens]:
-    """Tokens of each document, with the end token behind it; those that are tokens already as they are."""
+def _encode(tokenizer: Tokenizer, documents: Sequence[tuple[bytes, bool]]) -> list[Tokens]:
+    """Tokens of each document, with the end token behind it; of ready ones as they are."""
     words = tokenizer.vocabulary
     width = f"<u{words.token_bytes}"
     end = np.array([words.end_token], width)
-    encoded = iter(tokenizer.encode([t for t, is_tokens in zip(texts, ready, strict=True) if not is_tokens]))
-    found = [
-        np.frombuffer(text, width) if is_tokens else next(encoded)
-        for text, is_tokens in zip(texts, ready, strict=True)
-    ]
+    encoded = iter(tokenizer.encode([text for text, ready in documents if not ready]))
+    found = [np.frombuffer(text, width) if ready else next(encoded) for text, ready in documents]
     return [np.concatenate([tokens, end]) for tokens in found]
 
 
