@@ -95,19 +95,19 @@ def run_new(
     out: Path,
     tokens: str = "20M",
     data: Globs = None,
-    admission: Literal["open", "local"] = "open",
     text_key: str = "text",
     tokenizer: str | None = None,
     eval_per_source: Annotated[bool, Parameter(negative_bool=())] = False,
     seed: Whole = 1,
     jobs: Whole = 0,
+    admission: Literal["open", "local"] = "open",
     outer_steps: Whole = 0,
     inner_steps: Whole | None = None,
     pass_s: float | None = None,
-    codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
     seq_len: Whole | None = None,
     batch: Whole | None = None,
     lr: float | None = None,
+    codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
     committee: Literal[1, 3, 5, 7] | None = None,
     config: ConfigFile = None,
 ) -> int:
@@ -146,19 +146,20 @@ def run_new(
         Inner steps of a pass (H).
     pass_s:
         Seconds from the first adoption in a pass to its end, if H steps are not taken before.
-    codec:
     seq_len:
         Tokens of a training sequence.
     batch:
         Sequences of one inner step of one node.
     lr:
         Highest learning rate of the inner loop.
+    codec:
         How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
     committee:
         Most seats that the committee may have.
     """
     import asyncio
 
+    from p2pdiloco_node.corpus.progress import shown
     from p2pdiloco_node.run_file import parse_tokens, read_run_file
     from p2pdiloco_node.run_new import create_run
 
@@ -231,6 +232,9 @@ def node(
     device: str | None = None,
     threads: Whole | None = None,
     micro_batch: Whole | None = None,
+    checkpointing: Literal["auto", "on", "off"] | None = None,
+    offload: Literal["auto", "none", "anchor", "moments"] | None = None,
+    compile_: Annotated[bool | None, Parameter(name="--compile")] = None,
     data_disk: str | None = None,
     keep_deltas: bool | None = None,
     stay: bool | None = None,
@@ -239,9 +243,6 @@ def node(
     die_with_parent: Hidden = None,
 ) -> int:
     """Join a run and train.
-    checkpointing: Literal["auto", "on", "off"] | None = None,
-    offload: Literal["auto", "none", "anchor", "moments"] | None = None,
-    compile_: Annotated[bool | None, Parameter(name="--compile")] = None,
 
     Parameters
     ----------
