@@ -62,7 +62,7 @@ def check_quota(data: DataSpec, quota: int) -> None:
 
 class Plan(NamedTuple):
     in_use: tuple[int, ...]  # the window that is read now
-    read: tuple[int, ...]  # to be here and opened, most wanted first: of `in_use` and of the next window
+    read: tuple[int, ...]  # to be here and opened, most wanted first: `in_use`, and of the next window
     ahead: tuple[int, ...]  # to be here as blobs, most wanted first
 
 
@@ -80,13 +80,10 @@ def make_plan(
     again = [s for s in order.window(durable) if s in here and s not in in_use]
     each = [a + b for a, b in zip(costs.blobs, costs.tokens, strict=True)]
     # What a trainer reads now, or after a crash, is never given up, however full the disk is.
-    kept = [s for s in in_use if s in here]
-    bound = sum(each[s] for s in kept) + sum(costs.blobs[s] for s in again)
+    bound = sum(each[s] for s in in_use) + sum(costs.blobs[s] for s in again)
     left = max(room - costs.fixed, bound) - bound
-    read = list(kept)
-    for shard in (*in_use, *sorted(following, key=lambda s: s not in here)):
-        if shard in kept:
-            continue
+    read = list(in_use)
+    for shard in sorted(following, key=lambda s: s not in here):
         left -= costs.tokens[shard] if shard in again else each[shard]
         if left < 0:
             return Plan(in_use, tuple(read), tuple(s for s in again if s not in read))
