@@ -172,6 +172,7 @@ points_kept = 8192  # versions in memory for the curve; older ones are thinned b
 evaluations_due_max = 64  # newest evaluated versions for which a report is still taken
 samples_kept = 8  # newest evaluated versions whose continuations are kept
 sample_lines_max = 24  # of one continuation on the page
+tracking_end_s = 1.0  # an ending process waits so long for TensorBoard and W&B, and twice so long at most
 tracked_waiting_max = 4096  # points on their way to TensorBoard or W&B; more are left out
 chart_points_max = 300  # points in one drawn curve and in the JSON: a pixel or two each
 page_nodes_max = 200  # rows in the table; the JSON has all of them

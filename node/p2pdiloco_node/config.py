@@ -61,6 +61,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_disk: str = "64GiB"  # most that the run's data may take on disk, opened shards included
     keep_deltas: bool = False  # keep every delta, so that `verify` can start at version 0
     stay: bool = False  # when the run is over, keep serving it instead of ending
+    tensorboard: str = ""  # folder for TensorBoard's files; empty: none
+    wandb: str = ""  # project of Weights & Biases; empty: none
     log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$")] = "info"
     die_with_parent: bool = False  # end when the process that started this one ends (used by the demo)
 
@@ -73,6 +75,8 @@ class TrackerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     public_url: str = ""  # address to print in the join line, if not as it seems
     archive_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 4096 * limits.MIB  # delta blobs kept
     checkpoints: Annotated[int, Meta(ge=0, le=limits.checkpoints_kept)] = 3  # offered for download
+    tensorboard: str = ""  # as for a node
+    wandb: str = ""
     log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$")] = "info"
     die_with_parent: bool = False
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import random
+import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -46,6 +47,8 @@ from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.tracked import OfNode, about_run
+from p2pdiloco_node.tracking import About, Tracking, Wanted
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.families import open_config
@@ -89,6 +92,8 @@ class Daemon:
         self._listen = parse_address(config.listen, "--listen") if config.listen else None
         self._advertise = [parse_address(a, "--advertise") for a in config.advertise]
         self._quota = parse_size(config.data_disk, "--data-disk")
+        self._wanted = Wanted(config.tensorboard, config.wandb)
+        self._wanted.check()
         self._root = Path(config.data_dir).expanduser()
         check_named(self._root, self._join, self._peers)
         self._stack = AsyncExitStack()
@@ -147,6 +152,12 @@ class Daemon:
         self._keep_port()
         participant = self.participant
         participant.own_record = participant.peer_record(self._name, self._advertise)
+        about = About(f"{found.spec.name}-{self._name}", self._data.root, about_run(found.spec))
+        tracking = await self._stack.enter_async_context(
+            Tracking(self._wanted, about, say=self.telemetry.say)
+        )
+        self._tracked = OfNode(found.spec, participant.me, tracking.add, time.time)
+        self.telemetry.on_installed = self._tracked.installed
         self.announcer = Announcer(
             self._session,
             [found.link.url] if found.link else [],
@@ -358,6 +369,7 @@ class Daemon:
             device=self.config.device,
         )
         self.desk.attach(self._supervisor)
+        self.desk.on_stepped = self._tracked.stepped
         self.shards = shards_of(
             participant, quota=self._quota, others=self._plan.disk_of_others, cursor=self._contributor.cursor
         )
@@ -400,6 +412,7 @@ class Daemon:
 
     def _evaluated(self, evaluation: Evaluation) -> None:
         found = evaluation.found
+        self._tracked.evaluated(found)
         log.info(
             "version %d: held-out loss %.4f on %d tokens",
             found.version,

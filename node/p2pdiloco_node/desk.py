@@ -136,6 +136,7 @@ class TrainerDesk:
         self._reset = False  # owed by an adoption that was overtaken
         self._roots: dict[int, Digest] = {}  # versions under evaluation
         self.over = asyncio.Event()
+        self.on_stepped: Callable[[frames.Stepped], None] | None = None
 
     def attach(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -265,6 +266,8 @@ class TrainerDesk:
             case frames.Stepped(step, _, loss, tokens_per_s, gap_s, version):
                 telemetry.stepped(step, loss, tokens_per_s, gap_s, version)
                 data.at(told.cursor)
+                if self.on_stepped is not None:
+                    self.on_stepped(told)
             case frames.PassDone():
                 await self._pass_done(told)
             case frames.Waiting(why):

@@ -51,6 +51,8 @@ from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.keys import load_key
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.tracked import OfRun, about_run
+from p2pdiloco_node.tracking import About, Tracking, Wanted
 from p2pdiloco_node.transport.addresses import is_dialable
 from p2pdiloco_node.transport.answers import remote_ip
 from p2pdiloco_node.transport.downloads import Downloads
@@ -109,6 +111,8 @@ class Tracker:
             urlsplit(self._public).port  # noqa: B018 - read for what it raises
         except ValueError:
             raise OperatorError(f"--public-url {self._public!r} has no valid port: 1 to 65535.", 2) from None
+        self._wanted = Wanted(config.tensorboard, config.wandb)
+        self._wanted.check()
         self._stack = AsyncExitStack()
         # version -> certified state roots: entries that change no version change the rules state
         self._roots: dict[int, set[bytes]] = {}
@@ -181,6 +185,12 @@ class Tracker:
         )
         await self._stack.enter_async_context(participant)
         self._stack.push_async_callback(page.close)
+        about = About(f"{self._spec.name}-tracker", self._dir, about_run(self._spec))
+        self._tracking = await self._stack.enter_async_context(
+            Tracking(self._wanted, about, say=self.telemetry.say)
+        )
+        # The builder may be another one later.
+        self._tracked = OfRun(self._spec, lambda version: self.builder.tokens_at(version))  # noqa: PLW0108
         self._db = await self._stack.enter_async_context(TrackerDb(self._dir / HISTORY, self._run))
         note_address(self._stack, data.root, participant.listener, self._listen.host)
         url = self._url()
@@ -268,6 +278,8 @@ class Tracker:
             for task in tasks:
                 task.cancel()
         await self._save()
+        for point in self._tracked.last(self._status()):
+            self._tracking.add(point)
         return 0
 
     async def _leave_when_asked(self) -> None:
@@ -420,6 +432,9 @@ class Tracker:
             )
         except OperatorError as error:
             self.telemetry.say("history", f"The page's history is not saved: {error}")
+        if self._tracking.is_on and (new.versions or new.evaluations):
+            for point in self._tracked.points(new, self._status()):
+                self._tracking.add(point)
 
 
 def _open_run(folder: Path) -> tuple[RunId, RunSpec, bytes]:

@@ -304,6 +304,11 @@ class StatusBuilder:
             name = "witness"
         return PeerName(name=name or short(peer), fingerprint=short(peer))
 
+    def tokens_at(self, version: int) -> int:
+        """The token clock when `version` was made, or the version kept before it."""
+        point = self.history.at(version)
+        return point.tokens if point else 0
+
     def answers(self, peer: PeerId, now_unix: float) -> bool:
         """Heard lately, by directory or witness. The witness itself runs beside this builder."""
         if peer == self.committee.witness:

@@ -44,19 +44,19 @@ def clean_text(text: str, chars_max: int = limits.text_chars_max) -> str:
 def clean_passage(text: str, chars_max: int) -> str:
     """What a model wrote, line breaks and indents kept: visible characters only, at most `chars_max` of them.
 
-    At most `limits.sample_lines_max` lines, without blank ones at the end; an ellipsis says that it was cut.
+    At most `limits.sample_lines_max` lines; an ellipsis says that it was cut.
     """
     lines: list[str] = []
     kept = 0
-    for line in unicodedata.normalize("NFC", text[: 8 * chars_max]).splitlines():
+    cut = text[: 8 * chars_max].replace("\r\n", "\n").replace("\r", "\n")
+    for line in unicodedata.normalize("NFC", cut).split("\n"):
         if len(lines) == limits.sample_lines_max or kept > chars_max:
             lines.append("…")
             break
-        clean = _visible(line.expandtabs(4)).rstrip()
-        lines.append(clean)
-        kept += len(clean) + 1
-    clean = "\n".join(lines).rstrip()
-    return clean if len(clean) <= chars_max else clean[: chars_max - 1].rstrip() + "…"
+        lines.append(_visible(line.expandtabs(4)))
+        kept += len(lines[-1]) + 1
+    clean = "\n".join(lines)
+    return clean if len(clean) <= chars_max else clean[: chars_max - 1] + "…"
 
 
 def _visible(line: str) -> str:

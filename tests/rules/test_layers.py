@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.storage",
         "p2pdiloco_node.training",
         "p2pdiloco_node.telemetry",
+        "p2pdiloco_node.tracking",
     ),
     ("p2pdiloco_node.corpus",),
     ("p2pdiloco_node.lab.text", "p2pdiloco_node.lab.networks"),
