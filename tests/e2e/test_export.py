@@ -40,7 +40,8 @@ def script() -> str:
 def test_from_a_live_swarm_to_a_folder_that_talks(tmp_path: Path) -> None:
     run = make_run(tmp_path, versions=VERSIONS)
     with swarm_in(tmp_path, run, free_port()) as swarm:
-        swarm.start_tracker()
+        swarm.tracker.start()
+        wait_for(lambda: swarm.tracker.url, START_S, "the tracker serves")
         swarm.node("one", "--stay")
         wait_for(lambda: swarm.version() >= 2, START_S, "two versions")
         live = command("export", "--join", swarm.link, "--format", "hf", str(tmp_path / "live"))

@@ -16,6 +16,7 @@ from typing import Any
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import ModelSpec, TokenizerSpec
 from p2pdiloco_node.export.names import ARCHITECTURES
+from p2pdiloco_node.training.families import open_config
 
 PROCESS = (sys.executable, "-P", "-m", "p2pdiloco_node.export.hf_config")
 PROCESS_S_MAX = 300.0  # importing torch and transformers on a busy machine takes 10 s
@@ -25,19 +26,17 @@ Config = dict[str, Any]
 
 
 def model_config(model: ModelSpec, tokenizer: TokenizerSpec, dtype: str) -> Config:
-    """config.json as far as the RunSpec knows it. Raises: OperatorError: its config is no JSON object."""
-    try:
-        said = json.loads(model.config)
-    except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
-        raise OperatorError("The run's model config is no JSON object: tell the owner of the run.", RUN)
+    """config.json as far as the RunSpec knows it.
+
+    Raises: OperatorError: a config that no trainer of this build would take; nothing of it is passed on.
+    """
+    said = open_config(model.family, model.config)
     known = ARCHITECTURES.get(model.family)
     return {
         **({"architectures": [known]} if known else {}),
         "bos_token_id": None,
         "pad_token_id": None,
-        **{key: value for key, value in said.items() if key not in ("model_type", "auto_map")},
+        **{key: value for key, value in said.items() if key != "model_type"},
         "model_type": model.family,
         "eos_token_id": tokenizer.end_token,
         "use_cache": True,

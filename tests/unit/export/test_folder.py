@@ -251,6 +251,19 @@ def test_a_disk_that_fills_up_leaves_nothing(
 
 
 @pytest.mark.parametrize(
+    "config", [b"[]", b"{", b'{"auto_map": {"AutoModel": "x.py"}}', b'{"_name_or_path": "somebody/model"}']
+)
+def test_a_config_that_names_code_or_places_goes_nowhere(
+    kept_run: Make, tmp_path: Path, config: bytes
+) -> None:
+    model = msgspec.structs.replace(kept_run("other").model, config=config)
+    run = kept_run(model=model)
+    with pytest.raises(OperatorError, match="the model's config"):
+        exported(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("asked", "sentence"),
     [("7", "the newest there is 1"), ("latest", "newest or a number"), ("-1", "newest or a number")],
 )
