@@ -33,6 +33,7 @@ from p2pdiloco_node.corpus.progress import BYTES as IN_BYTES
 from p2pdiloco_node.corpus.progress import Told, amount
 from p2pdiloco_node.corpus.readers import END, Broken, describe
 from p2pdiloco_node.corpus.segments import Counted
+from p2pdiloco_node.corpus.sources import HUB
 from p2pdiloco_node.corpus.token_input import shard_tokens
 from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokenizer, parse_choice
 from p2pdiloco_node.corpus.work import FOLDER, Plan, Taken, Tokenised, Work
@@ -136,24 +137,25 @@ class _Making:
         portions = plan.portions()
         sizes = [plan.portion_bytes(portion) for portion in portions]
         open_ended = {n for n, portion in enumerate(portions) if any(part.stop == END for part in portion)}
-        what, total, done = "Reading", sum(sizes), 0
+        # How much a dataset of a hub has, nobody knows.
+        total = 0 if any(entry.kind == HUB for entry in plan.inputs) else sum(sizes)
+        done = 0
         counted = [Counted()] * len(portions)
         finished: set[int] = set()
 
         def look() -> None:
             # Of a portion that is long on its way one sees its segments.
-            under_way = 0
+            so_far = done
             for number in open_ended - finished:
-                made = len(list(work.segments.glob(f"{number:06}-*.seg")))
-                under_way += min(sizes[number], made * limits.portion_bytes)
-            self._told.progress(what, min(total, done + under_way), total, IN_BYTES)
+                so_far += limits.portion_bytes * len(list(work.segments.glob(f"{number:06}-*.seg")))
+            self._told.progress("Reading", min(so_far, total or so_far), total, IN_BYTES)
 
         look()
         tasks = [(self._root, number) for number in range(len(portions))]
         for number, found in self._processes.each(reading.read_portion, tasks, look):
             counted[number] = found
             finished.add(number)
-            done += sizes[number]
+            done += sizes[number] if total else found.size
             look()
         whole = Counted()
         for found in counted:

@@ -24,7 +24,7 @@ class Told(Protocol):
         ...
 
     def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
-        """`done` of `total` in `unit` ("bytes", "shards", or none)."""
+        """`done` of `total` in `unit` ("bytes", "shards", or none); a total of 0 is one that nobody knows."""
         ...
 
 
@@ -50,14 +50,16 @@ class Pace:
         if what != self._what:
             # What an earlier call did is not this one's pace.
             self._what, self._began, self._first = what, now, done
-        if not unit or total <= 0:
+        if not unit:
             return ""
-        words = [f"{100 * min(1.0, done / total):.0f} %"]
+        known = total > 0
+        words = [f"{100 * min(1.0, done / total):.0f} %" if known else f"{amount(done)} so far"]
         spent, new = now - self._began, done - self._first
         if spent >= RATE_AFTER_S and new > 0:
             rate = new / spent
             words.append(f"{amount(rate)}/s" if unit == BYTES else f"{rate:.1f} {unit}/s")
-            words.append(f"{in_short(max(0.0, total - done) / rate)} to go")
+            if known:
+                words.append(f"{in_short(max(0.0, total - done) / rate)} to go")
         return ", ".join(words)
 
 
@@ -105,7 +107,7 @@ class Bar:
                 self.bars.remove_task(self._row)
             self._what, self._row = what, self.bars.add_task(what, words=words)
         # Without a count the bar only moves.
-        self.bars.update(self._row, completed=done, total=total if unit else None, words=words)
+        self.bars.update(self._row, completed=done, total=total if unit and total else None, words=words)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from p2pdiloco.ids import PeerId, RunId, tagged_digest
 
 Tokens = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
+TOKEN_WIDTHS = (1, 2, 4)  # bytes
 
 
 class Place(NamedTuple):
@@ -89,7 +90,7 @@ class DataOrder:
         if not missing:
             return self.places(cursor, count), cursor + count
         absent = np.zeros(len(self._blocks), np.bool_)
-        absent[sorted(missing)] = True
+        absent[np.fromiter(missing, np.int64, len(missing))] = True
         if not self._blocks[~absent].any():
             raise NothingHere("no data shard is here")
         found: list[Place] = []
@@ -207,6 +208,13 @@ def unusable(why: str) -> OperatorError:
     )
 
 
+def token_type(token_bytes: int) -> np.dtype[np.unsignedinteger]:
+    """Tokens as they lie on disk. Raises: OperatorError: no such width, which a RunSpec may say."""
+    if token_bytes not in TOKEN_WIDTHS:
+        raise unusable(f"its tokens have {token_bytes} bytes each instead of 1, 2 or 4")
+    return np.dtype(f"<u{token_bytes}")
+
+
 class ShardReader:
     """Tokens of shards on disk, mapped: little-endian, `token_bytes` each."""
 
@@ -222,7 +230,7 @@ class ShardReader:
         self._paths = paths
         self._tokens = shard_tokens
         self._seq_len = seq_len
-        self._type = np.dtype(f"<u{token_bytes}")
+        self._type = token_type(token_bytes)
         self._vocab_size = vocab_size
         self._open: dict[int, npt.NDArray[np.unsignedinteger]] = {}
 

@@ -15,7 +15,7 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, short
 from p2pdiloco.run_spec import BlobRef
 from p2pdiloco.wire.frames import open_frame
-from p2pdiloco_node.training.data import unusable
+from p2pdiloco_node.training.data import token_type, unusable
 
 
 class Write(Protocol):
@@ -40,6 +40,7 @@ def open_token_files(
 
     Raises: OperatorError: such a frame or token; the disk. TransportError: a blob is not here.
     """
+    kind = token_type(token_bytes)
     paths = []
     for ref in refs:
         path = folder / Digest(ref.digest).hex()
@@ -51,7 +52,7 @@ def open_token_files(
             tokens = open_frame(read(Digest(ref.digest)), size)
         except PeerError as error:
             raise unusable(f"shard {short(ref.digest)} is not what its RunSpec says ({error})") from None
-        largest = int(np.frombuffer(tokens, f"<u{token_bytes}").max(initial=0))
+        largest = int(np.frombuffer(tokens, kind).max(initial=0))
         if vocab_size is not None and largest >= vocab_size:
             raise unusable(
                 f"shard {short(ref.digest)} holds token {largest}, and its tokenizer has {vocab_size}"

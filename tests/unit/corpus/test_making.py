@@ -18,7 +18,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import digest_of
 from p2pdiloco.run_spec import BlobRef, DataSpec
 from p2pdiloco.wire.frames import open_frame
-from p2pdiloco_node.corpus import making
+from p2pdiloco_node.corpus import making, readers, streams
 from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.processes import Stopped
 from p2pdiloco_node.corpus.progress import Quiet
@@ -255,6 +255,31 @@ def test_a_making_that_was_stopped_goes_on_where_it_was(
     assert make_data(request, out, Quiet()) == whole
     forget_work(out)
     assert not (out / "making").exists()
+
+
+def test_a_compressed_file_is_gone_on_with_from_its_last_segment(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "portion_bytes", 32 << 10)
+    monkeypatch.setattr(readers, "BATCH_BYTES", 8 << 10)
+    monkeypatch.setattr(streams, "READ_BYTES", 8 << 10)
+    request = Request([f"{folder}/b.jsonl.gz"], jobs=1)
+    whole = make_data(request, tmp_path / "whole", Quiet())
+    out = tmp_path / "out"
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        make_data(request, out, Said(stop, "Reading", 2), stop)
+    segments = sorted((out / "making/read").iterdir())
+    assert len(segments) > 5
+    for path in segments[4:]:
+        path.unlink()
+    kept = [path.stat().st_ino for path in segments[:4]]
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        make_data(request, out, Said(stop, "Reading", 2), stop)
+    assert [path.stat().st_ino for path in segments[:4]] == kept
+    assert [path.exists() for path in segments] == [True] * len(segments)
+    assert make_data(request, out, Quiet()) == whole
 
 
 def test_another_command_in_the_same_folder_is_refused(folder: Path, tmp_path: Path) -> None:

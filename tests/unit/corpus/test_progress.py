@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from p2pdiloco_node.corpus.progress import Lines, Pace, amount, in_short
+import pytest
+from rich.console import Console
+
+from p2pdiloco_node.corpus.progress import Bar, Lines, Pace, amount, in_short
 
 
 class Clock:
@@ -26,6 +29,24 @@ def test_rate_and_time_to_go_are_of_this_call() -> None:
     clock.now += 4
     assert pace.words("Writing shards", 9, 10, "shards") == "90 %, 1.5 shards/s, 1 s to go"
     assert pace.words("Training", 0.0, 1.0, "") == ""
+    assert pace.words("Streaming", 0, 0, "bytes") == "0 bytes so far"
+    clock.now += 10
+    assert pace.words("Streaming", 2e6, 0, "bytes") == "2.0 MB so far, 200.0 KB/s"
+
+
+def test_a_bar_shows_the_step_that_is_under_way() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bar = Bar(console)
+    with bar.bars:
+        bar.progress("Reading", 30, 100, "bytes")
+        bar.progress("Training", 0.0)
+        bar.say("A [sentence].")
+        bar.progress("Writing shards", 3, 4, "shards")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "A [sentence]." in shown
+    assert "Writing shards" in shown
+    assert "75 %" in shown
+    assert len(bar.bars.tasks) == 1
 
 
 def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,15 @@ def test_wide_tokens_are_opened_as_they_are(tmp_path: Path) -> None:
     assert blobs.reads == 1
 
 
+def test_a_width_that_there_is_not_is_the_run_s_fault(tmp_path: Path) -> None:
+    """The RunSpec's own type lets it pass."""
+    blobs = Blobs()
+    ref = blobs.add(make_frame(bytes(6)), 2)
+    with pytest.raises(OperatorError, match="tokens have 3 bytes each instead of 1, 2 or 4") as caught:
+        open_token_files([ref], blobs.read, tmp_path, Path.write_bytes, token_bytes=3)
+    assert caught.value.exit_code == 5
+
+
 def test_a_token_outside_the_vocabulary_is_the_run_s_fault(tmp_path: Path) -> None:
     blobs = Blobs()
     ref = blobs.add(make_frame(np.array([0, 1000], "<u2").tobytes()), 2)
