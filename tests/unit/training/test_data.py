@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdiloco import limits
@@ -159,6 +159,7 @@ def test_thousands_of_absent_windows_are_passed_over_without_being_made(
     assert len(made) <= 1
 
 
+@settings(deadline=None)
 @given(shards, st.integers(1, 4), st.data())
 def test_windows_are_named_in_the_order_in_which_they_are_read(
     tokens: list[int], window: int, draw: st.DataObject
@@ -177,6 +178,7 @@ def test_windows_are_named_in_the_order_in_which_they_are_read(
     assert later == sorted(later)
 
 
+@settings(deadline=None)
 @given(shards, st.integers(1, 4), st.data())
 def test_when_a_shard_was_used_last(tokens: list[int], window: int, draw: st.DataObject) -> None:
     data = order(tokens, window=window)

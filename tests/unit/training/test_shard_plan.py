@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdiloco import limits
@@ -71,6 +71,7 @@ def test_room_on_the_disk_is_never_more_than_is_used() -> None:
 blocks = st.lists(st.integers(0, 6), min_size=1, max_size=14).filter(any)
 
 
+@settings(deadline=None)
 @given(blocks, st.data())
 def test_what_is_wanted_fits_and_comes_in_the_order_of_reading(
     counts: list[int], draw: st.DataObject
@@ -109,6 +110,7 @@ def test_what_is_wanted_fits_and_comes_in_the_order_of_reading(
         assert set(wanted) == set(named)
 
 
+@settings(deadline=None)
 @given(blocks, st.data())
 def test_what_gives_way_is_not_wanted_and_the_longest_unused(counts: list[int], draw: st.DataObject) -> None:
     tokens = [8 * n + 1 for n in counts]
