@@ -91,7 +91,7 @@ def read_hub(name: str, column: str, first: int) -> Iterator[Rows]:
         rows = datasets.load_dataset(where, config, split=split, streaming=True)
         known = rows.column_names or list(next(iter(rows.take(1)), {}))
         if column in known:
-            for batch in rows.selectcolumns_words([column]).skip(first).iter(batch_size=HUB_ROWS):
+            for batch in rows.select_columns([column]).skip(first).iter(batch_size=HUB_ROWS):
                 yield Rows(batch[column], row)
                 row += len(batch[column])
             return
