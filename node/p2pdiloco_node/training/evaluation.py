@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -69,26 +69,35 @@ class Evaluation:
     """One evaluation under way: first the losses, set by set, then the continuations."""
 
     def __init__(
-        self, version: int, held_out: HeldOut, writes: Writes | None, *, slice_sequences: int
-    ) -> None:
-        """A slice costs about a third of an inner step of as many sequences."""
+        self, version: int, held_out: HeldOut, writes: Writes | None, *, sequences_max: int,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`sequences_max`: of a slice; as many as an inner step has are surely there in memory."""
         self.version = version
         self._held_out = held_out
         self._writes = writes
+        self._max = sequences_max
+        self._clock = clock
+        self._size = 1  # sequences of the next slice, of those that take about `evaluation_slice_s`
         self._sums = [0.0] * len(held_out.places)
-        self._slices = deque(
-            (number, places[first : first + slice_sequences])
-            for number, places in enumerate(held_out.places)
-            for first in range(0, len(places), slice_sequences)
-        )
+        self._left = deque((n, deque(places)) for n, places in enumerate(held_out.places) if places)
 
     def turn(self, loop: Computes) -> bool:
         """The next slice. True: that was the last one. Raises: OperatorError: a set cannot be read."""
-        if self._slices:
-            number, places = self._slices.popleft()
-            self._sums[number] += loop.evaluate(self._held_out.read(places))
-            return not self._slices and self._writes is None
-        return self._writes is None or self._writes.turn()
+        if not self._left:
+            return self._writes is None or self._writes.turn()
+        number, places = self._left[0]
+        batch = self._held_out.read([places.popleft() for _ in range(min(self._size, len(places)))])
+        began = self._clock()
+        self._sums[number] += loop.evaluate(batch)
+        took_s = self._clock() - began
+        if took_s > limits.evaluation_slice_s:
+            self._size = max(1, self._size // 2)
+        elif took_s < limits.evaluation_slice_s / 2:
+            self._size = min(self._max, 2 * self._size)
+        if not places:
+            self._left.popleft()
+        return not self._left and self._writes is None
 
     def result(self, why: str) -> frames.Evaluated | frames.NotEvaluated:
         """`why` there are no continuations, where some were wanted."""

@@ -286,7 +286,7 @@ class Worker:
             self.loop.load_evaluation(take_array(Path(asked.params), self.spec.model.params))
             self._evaluation = Evaluation(
                 asked.version, self._held_out, self._writes(),
-                slice_sequences=self.spec.inner.sequences_per_step,
+                sequences_max=self.spec.inner.sequences_per_step, clock=self._clock,
             )  # fmt: skip
         told: Event
         try:

@@ -334,10 +334,36 @@ def test_evaluation_goes_on_in_slices_between_steps(bench: Bench) -> None:
     told = evaluate(bench, bench.tiny.params)
     sequences = (bench.tiny.spec.data.evaluation.tokens - 1) // bench.tiny.spec.model.seq_len
     assert told.tokens == (sequences * bench.tiny.spec.model.seq_len,)
-    assert told.losses == (pytest.approx(np.log(256), abs=0.2),)
+    assert list(told.losses) == pytest.approx([np.log(256)], abs=0.2)
     assert (told.samples, told.why) == ((), "")
-    assert taken == -(-sequences // bench.tiny.spec.inner.sequences_per_step) > 3
+    largest = bench.tiny.spec.inner.sequences_per_step
+    assert taken == 2 + -(-(sequences - 3) // largest) > 3  # slices of 1, 2, and then the largest: it is fast
     assert len(bench.rates) - steps >= taken - 2  # one step a turn but for the ends of passes
+
+
+def test_slices_take_about_as_long_as_they_may(bench: Bench) -> None:
+    """On a slow machine a slice as large as an inner step would hold training up for seconds."""
+    sizes: list[int] = []
+    evaluate_one = bench.worker.loop.evaluate
+
+    def timed(tokens: Any) -> float:
+        sizes.append(len(tokens))
+        bench.now += 0.12 * len(tokens)
+        return evaluate_one(tokens)
+
+    bench.worker.loop.evaluate = timed  # type: ignore[method-assign]
+    evaluate(bench, bench.tiny.params)
+    assert set(sizes) == {1}  # two would take longer than they may
+    sizes.clear()
+
+    def busy_for_a_moment(tokens: Any) -> float:
+        bench.now += limits.evaluation_slice_s * (1.5 if len(sizes) == 3 else 0.1)
+        sizes.append(len(tokens))
+        return evaluate_one(tokens)
+
+    bench.worker.loop.evaluate = busy_for_a_moment  # type: ignore[method-assign]
+    evaluate(bench, bench.tiny.params)
+    assert sizes[:6] == [1, 2, 4, 4, 2, 4]
 
 
 def test_every_evaluation_set_has_its_loss_and_every_prompt_its_continuation(tiny: TinyModelRun) -> None:
