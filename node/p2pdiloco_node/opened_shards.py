@@ -30,7 +30,8 @@ class OpenedShards:
         return self._folder / Digest(ref.digest).hex()
 
     def find(self, wanted: Sequence[BlobRef]) -> set[Digest]:
-        """Which of `wanted` lie here whole, as an earlier life left them; everything else is removed.
+        """Which of `wanted` lie here whole, as an earlier life left them; everything else is removed, or a
+        trainer would take what is damaged for what it looks like.
 
         Raises: OperatorError: the folder cannot be made.
         """
@@ -39,7 +40,9 @@ class OpenedShards:
         for path in sorted(self._folder.iterdir()):
             if path.name.removesuffix(SUM) not in names:
                 remove_files(self._files, path)
-        return {Digest(ref.digest) for ref in wanted if self.is_whole(ref)}
+        whole = {Digest(ref.digest) for ref in wanted if self.is_whole(ref)}
+        self.remove([ref for ref in wanted if ref.digest not in whole])
+        return whole
 
     def is_whole(self, ref: BlobRef) -> bool:
         """Whether what lies here is what was made; reads all of it."""

@@ -212,6 +212,10 @@ class Shards:
             if not await asyncio.to_thread(self._files.is_whole, self._refs[item]):
                 log.warning("The opened %s is gone or damaged; it is made anew.", self._news.name(item))
                 self._opened.discard(item)
+                # Its blob may be gone as well, and nobody may have it: nothing damaged is left to be read.
+                await asyncio.to_thread(self._files.remove, [self._refs[item]])
+                if item < self._count:
+                    self.changed((item,))
 
     async def _close(self) -> None:
         """Tokens of shards that are not read soon are not kept: a moment's work brings them back."""

@@ -321,6 +321,29 @@ async def test_a_blob_that_was_lost_or_damaged_is_fetched_again(world: World) ->
         assert two.read_bytes() == world.frames[Digest(world.data.shards[first[1]].digest)]
 
 
+@pytest.mark.parametrize("when", ["at the start", "while it runs"])
+async def test_nothing_damaged_is_left_to_be_read_when_nobody_has_the_shard(world: World, when: str) -> None:
+    """Its size is right: only the checksum tells it from what it was."""
+    first = world.order().window(0)
+    async with living(Node(world)) as node:
+        await node.until(lambda: len(node.here) == 10)
+        await node.settled()
+        ref, path = world.data.shards[first[0]], node.shards.paths[first[0]]
+        world.hide(first[0])
+        node.store.delete(Digest(ref.digest))
+        path.write_bytes(bytes(ref.tokens))
+        if when == "while it runs":
+            node.shards._here.discard(first[0])
+            node.shards.trainer_failed()
+            await node.until(lambda: not path.exists())
+            assert [first[0]] in node.changes
+    if when == "at the start":
+        async with living(Node(world)) as again:
+            await again.settled()
+            assert again.readable & set(first) == {first[1]}
+    assert not path.exists()
+
+
 async def test_a_trainer_that_ended_gets_whole_files_for_where_it_begins_again(world: World) -> None:
     windows = list(world.order().windows(0))
     async with living(Node(world, quota=world.least + 100)) as node:
