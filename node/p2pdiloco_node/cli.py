@@ -19,7 +19,7 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
-from p2pdiloco_node import __version__, cli_model
+from p2pdiloco_node import __version__, cli_model, cli_run
 from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
 from p2pdiloco_node.config import USAGE, Loaded, NodeConfig, TrackerConfig, load, nearest
 
@@ -38,8 +38,9 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-run_app = App(name="run", help="Make a run: corpus and model become a signed RunSpec and data shards.")
+run_app = App(name="run", help="Make a run, look at one, and speak as its owner.")
 config_app = App(name="config", help="Look at settings.")
+cli_run.add_to(run_app)
 app.command(run_app)
 app.command(config_app)
 app.command(cli_model.export)
@@ -85,105 +86,6 @@ def demo(
     from p2pdiloco_node.demo import Options, run_demo
 
     return run_demo(Options(nodes, outer_steps, inner_steps, corpus, chaos, headless, json, keep, seed))
-
-
-@run_app.command(name="new")
-def run_new(
-    *,
-    name: str,
-    model: str,
-    out: Path,
-    tokens: str = "20M",
-    data: Globs = None,
-    text_key: str = "text",
-    tokenizer: str | None = None,
-    eval_per_source: Annotated[bool, Parameter(negative_bool=())] = False,
-    seed: Whole = 1,
-    jobs: Whole = 0,
-    admission: Literal["open", "local"] = "open",
-    outer_steps: Whole = 0,
-    inner_steps: Whole | None = None,
-    pass_s: float | None = None,
-    seq_len: Whole | None = None,
-    batch: Whole | None = None,
-    lr: float | None = None,
-    codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
-    committee: Literal[1, 3, 5, 7] | None = None,
-    config: ConfigFile = None,
-) -> int:
-    """Make a run in a new folder, ready to be served by `p2pdiloco tracker --run DIR`.
-
-    Parameters
-    ----------
-    name:
-        The run's name, up to 32 characters.
-    model:
-        A preset such as llama:20m or mixtral:tiny (docs/models.md), a config.json, or a folder with a
-        checkpoint to start from.
-    out:
-        The new folder (DIR).
-    tokens:
-        The run is over after so many tokens: a number, with K, M, G or T.
-    data:
-        What to train on: files, globs, folders or hf:NAME (docs/data.md); may be given several times. Left
-        out: Python's standard library.
-    text_key:
-        Where the text is in JSON lines and tables.
-    tokenizer:
-        bytes, bpe:N (trained here, N tokens), or a tokenizer.json. Left out: that of the model's folder, else
-        bytes.
-    eval_per_source:
-        Hold out an evaluation set of each --data as well.
-    seed:
-        Of the data's order and of the model's initial params.
-    jobs:
-        Processes that prepare the data; 0: one a core.
-    admission:
-        Who may take part: open, or local (this machine or network; every node is trusted).
-    outer_steps:
-        End after so many versions, whatever the tokens; 0: by tokens alone.
-    inner_steps:
-        Inner steps of a pass (H).
-    pass_s:
-        Seconds from the first adoption in a pass to its end, if H steps are not taken before.
-    seq_len:
-        Tokens of a training sequence.
-    batch:
-        Sequences of one inner step of one node.
-    lr:
-        Highest learning rate of the inner loop.
-    codec:
-        How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
-    committee:
-        Most seats that the committee may have.
-    """
-    import asyncio
-
-    from p2pdiloco_node.corpus.progress import shown
-    from p2pdiloco_node.run_file import parse_tokens, read_run_file
-    from p2pdiloco_node.run_new import create_run
-
-    parts = read_run_file(config)
-    flags: dict[str, dict[str, object]] = {
-        "inner": {"inner_steps": inner_steps, "pass_s": pass_s, "sequences_per_step": batch, "lr": lr},
-        "outer": {"codec": codec},
-        "committee": {"size_max": committee},
-    }
-    for part, values in flags.items():
-        parts[part] |= {key: value for key, value in values.items() if value is not None}
-    with shown() as told:
-        run = asyncio.run(
-            create_run(
-                name, model, data, parse_tokens(tokens), out, admission=admission, target_version=outer_steps,
-                text_key=text_key, tokenizer=tokenizer, eval_per_source=eval_per_source, jobs=jobs, seed=seed,
-                seq_len=seq_len, inner=parts["inner"], outer=parts["outer"], committee=parts["committee"],
-                told=told,
-            )
-        )  # fmt: skip
-    print(
-        f"Run {run.hex()}\nis ready in {out}. Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"
-    )
-    return 0
 
 
 @app.command

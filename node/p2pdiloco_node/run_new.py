@@ -24,7 +24,7 @@ import platformdirs
 
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
-from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
@@ -34,10 +34,11 @@ from p2pdiloco.run_spec import (
     Genesis,
     OuterSpec,
     RunSpec,
+    SampleSpec,
     run_id_of,
     sign_run_spec,
 )
-from p2pdiloco.wire.codec import decode, encode
+from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
 from p2pdiloco_node.corpus import making
 from p2pdiloco_node.corpus.making import Request, make_data
@@ -45,6 +46,7 @@ from p2pdiloco_node.corpus.progress import Quiet, Told
 from p2pdiloco_node.corpus.tokenizer import BYTES
 from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.ports import Array
+from p2pdiloco_node.run_checks import Declared, check_parts, check_run, check_types, replaced
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training.model_choice import choose_model
@@ -91,6 +93,10 @@ async def create_run(
     tokenizer: str | None = None,
     eval_per_source: bool = False,
     jobs: int = 0,
+    run: Mapping[str, Any] | None = None,
+    samples: Mapping[str, Any] | None = None,
+    window_shards: int | None = None,
+    declared: Declared | None = None,
     tune: Callable[[Draft], Awaitable[RunSpec]] | None = None,
     told: Told | None = None,
 ) -> RunId:
@@ -98,8 +104,10 @@ async def create_run(
 
     `data`, `text_key`, `tokenizer`, `eval_per_source`, `jobs`: as in making.Request; no tokenizer is that of
     the checkpoint's folder, else bytes. `owner_key`: made there if missing; None: `owner_key_path()`.
-    `inner`, `outer`, `committee`: fields of the RunSpec's parts that differ from the preset's and the
-    design's defaults; `committee` without `genesis`, which is the witness alone. `model`, `seq_len`: as
+    `inner`, `outer`, `committee`, `samples`: fields of the RunSpec's parts that differ from the preset's and
+    the design's defaults; `committee` without `genesis`, which is the witness alone. `run`: other fields of
+    the RunSpec (trust_tokens, bootstrap_tokens, evaluators_max). `declared`: the nodes that are expected, for
+    what is checked (run_checks.py). `model`, `seq_len`: as
     `choose_model` takes them. `seed`: of version 0 and of the data's order; None: chance, and 0. `tune` has
     the last word on timings and targets, with everything there to measure. `told` hears how far it is.
 
@@ -107,6 +115,7 @@ async def create_run(
     out of range. What was written so far stays and is taken up by the next call; it is no run.
     """
     files, told = Files(), told or Quiet()
+    declared = declared or Declared()
     if not 1 <= len(name) <= limits.name_chars_max:
         raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=2)
     if admission not in {"local", "open"}:
@@ -114,13 +123,15 @@ async def create_run(
     if not 0 <= target_version <= VERSIONS_MAX:
         raise OperatorError(f"--outer-steps is 0 to {VERSIONS_MAX}.", exit_code=2)
     choice = choose_model(model, seq_len=seq_len)
-    inner_loop = _replaced(choice.inner_spec(target_tokens), inner or {}, "inner")
+    inner_loop = replaced(choice.inner_spec(target_tokens), inner or {}, "inner")
     if "warmup_tokens" not in (inner or {}):
         # It follows the batch, which may be another than the ladder's.
         warmup = warmup_tokens(target_tokens, choice.seq_len * inner_loop.sequences_per_step)
         inner_loop = msgspec.structs.replace(inner_loop, warmup_tokens=warmup)
-    outer_step = _replaced(OuterSpec(), outer or {}, "outer")
-    seats = _replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
+    outer_step = replaced(OuterSpec(), outer or {}, "outer")
+    seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
+    step_tokens = choice.seq_len * inner_loop.sequences_per_step
+    check_parts(inner_loop, outer_step, seats, target_tokens, target_version, step_tokens)
     _check_folder(out)
     words = tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
     request = Request(data, text_key, words, eval_per_source, seed or 0, jobs, choice.seq_len)
@@ -142,7 +153,9 @@ async def create_run(
     )
     for note in notes:
         told.say(note)
-    step_tokens = spec_model.seq_len * inner_loop.sequences_per_step
+    if window_shards is not None:
+        shards = replaced(shards, {"window_shards": window_shards}, "data")
+    of_a_pass = inner_loop.inner_steps * step_tokens
     spec = RunSpec(
         format=FORMAT,
         math_version=MATH_VERSION,
@@ -156,15 +169,17 @@ async def create_run(
         genesis=await asyncio.to_thread(_write_genesis, params, put),
         admission=admission,
         # Open runs: a newcomer is trusted after sixteen full passes; everybody is for the first sixty-four.
-        trust_tokens=0 if admission == "local" else 16 * inner_loop.inner_steps * step_tokens,
-        bootstrap_tokens=0 if admission == "local" else 64 * inner_loop.inner_steps * step_tokens,
+        trust_tokens=0 if admission == "local" else 16 * of_a_pass,
+        bootstrap_tokens=0 if admission == "local" else 64 * of_a_pass,
         target_tokens=target_tokens,
         target_version=target_version,
         eval_every=eval_every,
         nonce=secrets.token_bytes(16),
+        samples=replaced(SampleSpec(), samples or {}, "samples"),
         origin="" if choice.from_scratch else choice.name,
     )
-    _check(spec)
+    spec = replaced(spec, run or {}, "run")
+    check_types(spec)
     if tune is not None:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
             paths = await asyncio.to_thread(
@@ -182,7 +197,9 @@ async def create_run(
             spec = msgspec.structs.replace(
                 spec, inner=msgspec.structs.replace(spec.inner, warmup_tokens=warmup)
             )
-        _check(spec)
+        check_types(spec)
+    for warning in check_run(spec, declared):
+        told.say(warning)
     signed = sign_run_spec(spec, owner)
     await asyncio.to_thread(replace_file, files, out / SPEC_FILE, signed)
     await asyncio.to_thread(making.forget_work, out)
@@ -225,22 +242,3 @@ def _check_folder(out: Path) -> None:
     others = sorted(p.name for p in guarded(lambda: list(out.iterdir()), out) if p.name not in known)
     if others:
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
-
-
-def _replaced(part: Any, fields: Mapping[str, Any], what: str) -> Any:
-    unknown = sorted(set(fields) - set(part.__struct_fields__))
-    if unknown:
-        raise OperatorError(f"the run's {what} part has no field {unknown[0]!r}.", exit_code=2)
-    replaced = msgspec.structs.replace(part, **fields)
-    _check(replaced, f"the {what} part: ")
-    return replaced
-
-
-def _check(part: Any, where: str = "") -> None:
-    """Every node will open it with the same types; a value out of range is said here and now."""
-    try:
-        decode(encode(part), type(part), bytes_max=limits.run_spec_bytes_max)
-    except OverflowError:
-        raise OperatorError(f"the run cannot be made: {where}a number is too large.", exit_code=2) from None
-    except (PeerError, TypeError) as error:
-        raise OperatorError(f"the run cannot be made: {where}{error}.", exit_code=2) from None

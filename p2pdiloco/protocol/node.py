@@ -374,7 +374,7 @@ class Node:
 
     def _on_message(self, event: ev.MessageReceived) -> None:
         sender, m = event.sender, event.message
-        current = self._applied.current
+        current, members = self._applied.current, self._log.committee.members
         if type(m) in msg.OF_AN_EPOCH:
             if event.epoch != self._log.epoch:
                 self._recovery.elsewhere(sender, event.epoch, m)
@@ -388,7 +388,7 @@ class Node:
             case msg.DeltaReceipt():
                 self._delivery.on_receipt(sender, m, self._log.committee)
             case msg.Have():
-                if sender in self._log.committee.members:
+                if sender in members:
                     self._pool.heard_have(sender, m.deltas)
             case msg.Proposal():
                 self._proposals.on_proposal(sender, event.key, m)
@@ -419,8 +419,7 @@ class Node:
             case msg.SnapshotOffer():
                 self._sync.on_offer(sender, m)
             case msg.Goodbye():
-                seated = sender in self._log.committee.members
-                self._membership.said_goodbye(sender, event.boot, seated=seated)
+                self._membership.said_goodbye(sender, event.boot, seated=sender in members)
                 self._aggregation.heard_goodbye(sender, digest_of(event.sealed))
             case msg.PeerRecord():
                 self._spreading.met(sender)
@@ -442,6 +441,7 @@ class Node:
         sender, members = event.sender, self._log.committee.members
         if event.boot < self._membership.boot_seen(sender):
             return  # of an earlier life, late or played back
+        stuck = self._membership.index_of(sender) == m.index
         reborn = self._membership.heard(sender, event.boot, m)
         if reborn:
             self._aggregation.is_back(sender)
@@ -458,7 +458,8 @@ class Node:
         elif m.index < self._log.index and self._ctx.me in members:
             seats = sorted(members)
             mine = sender[-1] % len(seats) == seats.index(self._ctx.me)
-            if sender in members or mine or self._log.index - m.index > 1:
+            # `stuck` since its last heartbeat: whose share it is may be gone.
+            if sender in members or mine or stuck or self._log.index - m.index > 1:
                 self._spreading.bring_up_to_date(sender, m.index + 1)
 
     def _on_header(self, event: ev.MessageReceived, m: msg.DeltaHeader) -> None:
