@@ -230,7 +230,6 @@ corpus_files_max = 100_000  # files of one corpus: a plan of some 20 MB
 corpus_bytes_max = 64 * 1024 * MIB  # of text in one corpus: its shards fit every node's shard store
 corpus_arguments_max = 256  # --data arguments; their numbers are kept with every document
 corpus_line_bytes_max = 64 * MIB  # one line of JSON, or one cell of a table; a book is 1 MiB
-corpus_plan_bytes_max = 64 * MIB  # what is to be read, on disk while the data are made
 document_bytes_max = 256 * KIB  # longer ones are cut at the end of a paragraph: 64 sequences of 1,024 tokens
 broken_documents_share_max = 0.01  # of all documents; more is a file of another kind, or the wrong key
 broken_documents_spared = 10  # so many are always passed over

@@ -174,8 +174,8 @@ class _Making:
             if counted.broken > most:
                 raise OperatorError(
                     f"{counted.broken:,} of {documents:,} documents are broken ({first}), more than "
-                    f"{most:,}: "
-                    "are these files what their names say? Mend them, or leave them out with --data."
+                    f"{most:,}: are these files what their names say? Mend them, or leave them out with "
+                    "--data."
                 )
             text += f"; {counted.broken:,} were broken and are passed over ({first})"
         if counted.size > limits.corpus_bytes_max:

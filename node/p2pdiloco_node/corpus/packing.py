@@ -65,9 +65,9 @@ def evaluation_sets(
         text_bytes = 0
         for document in (found[digest] for digest in held_set.digests):
             # One frame. Only a tokenizer with several tokens for a byte comes that far.
-            if content and len(content) + len(document.tokens) > limits.chunk_bytes:
+            if content and len(content) + len(document.tokens) > limits.frame_content_bytes_max:
                 break
-            content += document.tokens[: limits.chunk_bytes]
+            content += document.tokens[: limits.frame_content_bytes_max]
             text_bytes += document.text_bytes
         ref = put_frame(work, blobs, bytes(content), len(content) // token_bytes)
         sets.append(EvaluationSet(held_set.name, ref, max(1, text_bytes)))

@@ -82,9 +82,8 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
     data = tuple(asked.data or ())
     if asked.eval_per_source and len(data) > limits.evaluation_sources_max:
         raise OperatorError(
-            f"--eval-per-source makes a set for each --data, {limits.evaluation_sources_max} at most: "
-            "join some with "
-            "a glob or a folder.",
+            f"--eval-per-source makes a set for each --data, {limits.evaluation_sources_max} at most: join "
+            "some with a glob or a folder.",
             exit_code=2,
         )
     command = Command(data, asked.text_key, name, end or "", asked.eval_per_source, asked.seed)
@@ -92,8 +91,7 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
     if plan.text_bytes > limits.corpus_bytes_max:
         raise OperatorError(
             f"the corpus has about {amount(plan.text_bytes)} of text, more than "
-            f"{limits.corpus_bytes_max >> 30} GiB; "
-            "name fewer files with --data."
+            f"{limits.corpus_bytes_max >> 30} GiB; name fewer files with --data."
         )
     if not plan.text_bytes:
         raise OperatorError(
@@ -109,9 +107,8 @@ def check_enough(plan: Plan, seq_len: int) -> None:
     # A token is a byte of text at least, and each document has an end.
     if plan.text_bytes + len(plan.inputs) < 2 * (seq_len + 1):
         raise OperatorError(
-            f"the corpus is too small ({plan.text_bytes} bytes): a sequence takes {seq_len + 1} tokens, "
-            "and one "
-            "is needed to train on and one held out; name more files with --data."
+            f"the corpus is too small ({plan.text_bytes} bytes): a sequence takes {seq_len + 1} tokens, and "
+            "one is needed to train on and one held out; name more files with --data."
         )
 
 
@@ -123,8 +120,7 @@ def check_size(data: DataSpec, seq_len: int) -> None:
         if tokens <= seq_len:
             raise OperatorError(
                 f"the corpus is too small: the {what} has {tokens} tokens, and a sequence takes "
-                f"{seq_len + 1}; "
-                "name more files with --data, or leave --eval-per-source out."
+                f"{seq_len + 1}; name more files with --data, or leave --eval-per-source out."
             )
 
 
@@ -136,9 +132,8 @@ def check_same(old: Plan, new: Plan, out: Path) -> None:
         wanted = _words(new.command)
         differing = next((key for key in given if given[key] != wanted[key]), "")
         raise OperatorError(
-            f"{out} holds the beginning of another run, with {differing} {given.get(differing, '')}: "
-            "give that "
-            f"command to go on with it; {where}."
+            f"{out} holds the beginning of another run, with {differing} {given.get(differing, '')}: give "
+            f"that command to go on with it; {where}."
         )
     if old.inputs != new.inputs:
         before = {entry.path: entry for entry in old.inputs}
@@ -165,15 +160,13 @@ def check_disk(plan: Plan, out: Path, told: Told) -> None:
     more = f", and more for hf:{unknown[0]}, whose size is unknown" if unknown else ""
     if needed > free:
         raise OperatorError(
-            f"making the data needs about {amount(needed)} of disk at {out}{more}, and {amount(free)} "
-            "are free: make "
-            "room, or choose a folder on another disk with --out.",
+            f"making the data needs about {amount(needed)} of disk at {out}{more}, and {amount(free)} are "
+            "free: make room, or choose a folder on another disk with --out.",
             exit_code=6,
         )
     told.say(
-        f"About {amount(known)} of text in {len(plan.inputs):,} files. The data need about "
-        f"{amount(needed)} of disk "
-        f"while they are made, and {amount(stays)} then{more}; {amount(free)} are free."
+        f"About {amount(known)} of text in {len(plan.inputs):,} files. The data need about {amount(needed)} "
+        f"of disk while they are made, and {amount(stays)} then{more}; {amount(free)} are free."
     )
 
 

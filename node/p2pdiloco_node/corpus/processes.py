@@ -91,8 +91,7 @@ def _result(future: Future[T]) -> T:
     except BrokenProcessPool:
         raise OperatorError(
             "a process that prepares the data was killed; is the memory enough? Give the same command "
-            "again, it "
-            "goes on where it was; --jobs 1 needs less.",
+            "again, it goes on where it was; --jobs 1 needs less.",
             exit_code=6,
         ) from None
 

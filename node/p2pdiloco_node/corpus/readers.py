@@ -85,9 +85,8 @@ def read_part(entry: Input, part: Part, form: Format, resume: int | None = None)
         broken += len(batch.broken)
         if not good and broken >= limits.broken_documents_first_max:
             raise OperatorError(
-                f"{describe(entry, batch.broken[0])}, and so are {broken} documents in a row: this file "
-                "is not "
-                "what its name says; leave it out with --data."
+                f"{describe(entry, batch.broken[0])}, and so are {broken} documents in a row: this file is "
+                "not what its name says; leave it out with --data."
             )
         yield batch
 
@@ -101,7 +100,7 @@ def describe(entry: Input, broken: Broken) -> str:
         prefix = HUB_PREFIX if entry.kind == HUB else ""
         return f"{prefix}{entry.path}, row {broken.at + 1}: {broken.why}"
     line, seen = 1, 0
-    for piece in pieces(entry, 0):
+    for piece in pieces(entry.path, entry.packed, 0):
         if seen >= broken.at:
             break
         line += piece.count(b"\n", 0, broken.at - seen)
@@ -156,7 +155,7 @@ def _of_rows(entry: Input, tables: Iterator[Rows]) -> Iterator[Batch]:
 def _text(entry: Input, at: int, stop: int, *, aligned: bool) -> Iterator[Batch]:
     """A file is one document, or cut near each multiple of `limits.document_bytes_max`."""
     grid = limits.document_bytes_max
-    source = pieces(entry, at)
+    source = pieces(entry.path, entry.packed, at)
     room = bytearray()  # of the file from `at` on
 
     def fill(size: int) -> None:
@@ -237,7 +236,7 @@ def _lines(entry: Input, at: int, stop: int, *, aligned: bool) -> Iterator[tuple
     rest = bytearray()
     searching = begins != at  # for the end of the line that began before
     at = begins
-    for piece in pieces(entry, begins):
+    for piece in pieces(entry.path, entry.packed, begins):
         if searching:
             end = piece.find(b"\n")
             at += len(piece) if end < 0 else end + 1

@@ -152,10 +152,8 @@ def _input(path: Path, source: int, text_key: str) -> Input:
     try:
         found = path.stat()
     except OSError as error:
-        raise cannot_read(path, error) from None
+        raise OperatorError(
+            f"{path} cannot be read ({error.strerror}); mend that, or leave it out with --data."
+        ) from None
     groups = parquet_text_bytes(path, text_key) if kind == PARQUET else ()
     return Input(str(path.absolute()), kind, packed, source, found.st_size, found.st_mtime_ns, groups)
-
-
-def cannot_read(path: Path | str, error: OSError) -> OperatorError:
-    return OperatorError(f"{path} cannot be read ({error.strerror}); mend that, or leave it out with --data.")

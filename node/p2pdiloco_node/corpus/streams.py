@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Protocol
 
 import zstandard
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco_node.corpus.sources import Input, cannot_read
 
 READ_BYTES = 1 << 20
 PACKED_BYTES = (
@@ -22,31 +22,40 @@ class Source(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def pieces(entry: Input, first: int) -> Iterator[bytes]:
-    """The file from byte `first` (unpacked) on; what lies before it in a compressed file is read and dropped.
+def pieces(path: str, packed: str, first: int) -> Iterator[bytes]:
+    """A file from byte `first` (unpacked) on. `packed`: gz, zst or empty; what lies before `first` in a
+    compressed file is read and dropped.
 
     Raises: OperatorError: it cannot be read, is damaged or is cut off.
     """
     where = first
     try:
-        with open(entry.path, "rb") as file:  # noqa: PTH123  # a path's text as it is
-            if not entry.packed:
+        with open(path, "rb") as file:  # noqa: PTH123  # a path's text as it is
+            if not packed:
                 file.seek(first)
             else:
                 where = 0
-            for piece in _unpacked(file, entry.packed):
+            for piece in _unpacked(file, packed):
                 new = piece[max(0, first - where) :] if where < first else piece
                 where += len(piece)
                 if new:
                     yield new
     except (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError) as error:
         raise OperatorError(
-            f"{entry.path} is damaged or cut off behind byte {where} of its content ({error}): fetch it "
-            "again, "
-            "or leave it out with --data."
+            f"{path} is damaged or cut off behind byte {where} of its content ({error}): fetch it again, or "
+            "leave it out with --data."
         ) from None
     except OSError as error:
-        raise cannot_read(entry.path, error) from None
+        raise cannot_read(path, error) from None
+
+
+def cannot_read(path: Path | str, error: OSError) -> OperatorError:
+    """A disk or a network drive that failed: what is done so far is still worth something."""
+    return OperatorError(
+        f"{path} cannot be read ({error.strerror}): mend that and give the same command again, it goes on "
+        "where it was; or leave the file out with --data.",
+        exit_code=6,
+    )
 
 
 def _unpacked(file: IO[bytes], packed: str) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.corpus.streams import cannot_read
 
 PAGE_BYTES = 1 << 20  # read from a file at a time
 BATCH_BYTES = 4 << 20  # of text decoded at a time, by the file's own mean
@@ -64,10 +65,12 @@ def read_parquet(path: Path, column: str, groups: range, first: int) -> Iterator
                 yield Rows(cells.cast(pa.large_binary()).to_pylist(), row + skip)
                 row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
+            # The library calls damage an OSError, too; a disk's has a number.
+            if isinstance(error, OSError) and error.errno:
+                raise cannot_read(path, error) from None
             raise OperatorError(
-                f"{path} is damaged at row {row} or soon behind it ({_first_line(error)}): fetch it "
-                "again, or "
-                "leave it out with --data."
+                f"{path} is damaged at row {row} or soon behind it ({_first_line(error)}): fetch it again, "
+                "or leave it out with --data."
             ) from None
 
 
@@ -80,9 +83,8 @@ def read_hub(name: str, column: str, first: int) -> Iterator[Rows]:
         import datasets
     except ImportError:
         raise OperatorError(
-            f"hf:{name} needs the datasets library: pip install datasets, or fetch the files yourself "
-            "and name "
-            "them with --data.",
+            f"hf:{name} needs the datasets library: pip install datasets, or fetch the files yourself and "
+            "name them with --data.",
             exit_code=2,
         ) from None
     where, config, split = hub_parts(name)
@@ -99,9 +101,8 @@ def read_hub(name: str, column: str, first: int) -> Iterator[Rows]:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a network, a hub and a file format can come up with
         raise OperatorError(
-            f"hf:{name} could not be read at row {row} ({_first_line(error)}): check the network and "
-            "the name "
-            "and give the same command again, or fetch the files yourself and name them with --data.",
+            f"hf:{name} could not be read at row {row} ({_first_line(error)}): check the network and the "
+            "name and give the same command again, or fetch the files yourself and name them with --data.",
             exit_code=4,
         ) from None
     raise OperatorError(f"hf:{name} has no column {column!r}{columns_words(known)}.")

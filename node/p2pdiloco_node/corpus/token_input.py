@@ -26,7 +26,7 @@ def token_bytes_for(vocab_size: int) -> int:
 
 def shard_tokens(tokens: int, token_bytes: int) -> int:
     """Tokens of each shard but the last, so that they are of equal size, at most 4 MiB."""
-    most = limits.chunk_bytes // token_bytes
+    most = limits.frame_content_bytes_max // token_bytes
     return -(-tokens // -(-tokens // most))
 
 
@@ -54,9 +54,8 @@ def read_tokens(
         if int(cell.max()) >= vocab_size:
             where = at + int(np.argmax(cell >= vocab_size))
             raise OperatorError(
-                f"{path}: token {where} is {int(tokens[where])}, but the tokenizer has {vocab_size}: it "
-                "was made "
-                "with another tokenizer, or with numbers of another width."
+                f"{path}: token {where} is {int(tokens[where])}, but the tokenizer has {vocab_size}: it was "
+                "made with another tokenizer, or with numbers of another width."
             )
         ends = np.flatnonzero(cell == end_token)
         cuts = [0, *(ends + 1).tolist(), len(cell)]
@@ -85,8 +84,7 @@ def _mapped(path: Path, token_bytes: int) -> npt.NDArray[np.unsignedinteger]:
             if size % token_bytes:
                 raise OperatorError(
                     f"{path} has {size} bytes, which are no whole tokens of {token_bytes} bytes: a .bin "
-                    "file has "
-                    "the width that the tokenizer's vocabulary needs; save others as .npy."
+                    "file has the width that the tokenizer's vocabulary needs; save others as .npy."
                 )
             tokens = (
                 np.memmap(path, f"<u{token_bytes}", mode="r") if size else np.empty(0, f"<u{token_bytes}")

@@ -91,9 +91,8 @@ class JsonTokens:
         found = next((name for name in wanted if name in names), None)
         if found is None:
             raise OperatorError(
-                f"the tokenizer has no token that ends a document (looked for {', '.join(wanted)}): "
-                "name it as "
-                f"eos_token in a {CONFIG_FILE} beside it."
+                f"the tokenizer has no token that ends a document (looked for {', '.join(wanted)}): name it "
+                f"as eos_token in a {CONFIG_FILE} beside it."
             )
         size = max(names.values()) + 1
         if size > limits.tokenizer_ids_max:

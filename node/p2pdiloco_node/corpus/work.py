@@ -211,9 +211,8 @@ class Taken:
         except OSError:
             os.close(self._fd)
             raise OperatorError(
-                f"Another p2pdiloco makes a run in {self._work.root.parent}: wait for it, or choose "
-                "another folder "
-                "with --out."
+                f"Another p2pdiloco makes a run in {self._work.root.parent}: wait for it, or choose another "
+                "folder with --out."
             ) from None
         return self
 

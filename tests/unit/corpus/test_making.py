@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +20,13 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import digest_of
 from p2pdiloco.run_spec import BlobRef, DataSpec
 from p2pdiloco.wire.frames import open_frame
-from p2pdiloco_node.corpus import making, readers, streams
+from p2pdiloco_node.corpus import making, readers, reading, streams
 from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.processes import Stopped
 from p2pdiloco_node.corpus.progress import Quiet
+from p2pdiloco_node.corpus.readers import Batch, Format, Part, read_part
+from p2pdiloco_node.corpus.sources import Input
+from p2pdiloco_node.corpus.streams import cannot_read
 from p2pdiloco_node.corpus.tokenizer import JsonTokens
 from p2pdiloco_node.corpus.work import Work
 
@@ -178,10 +183,10 @@ def test_shards_are_even_and_at_most_four_mebibytes(tmp_path: Path) -> None:
     data = make_data(Request([f"{tmp_path}/x.txt"], jobs=1), tmp_path / "out", Quiet())
     sizes = [s.tokens for s in data.shards]
     assert len(sizes) == 3
-    assert max(sizes) <= limits.chunk_bytes
+    assert max(sizes) <= limits.frame_content_bytes_max
     assert max(sizes) - min(sizes) < 10
     wide = make_data(Request([f"{tmp_path}/x.txt"], tokenizer="bpe:300", jobs=1), tmp_path / "wide", Quiet())
-    assert all(s.tokens * 2 <= limits.chunk_bytes for s in wide.shards)
+    assert all(s.tokens * 2 <= limits.frame_content_bytes_max for s in wide.shards)
 
 
 def test_a_set_for_each_source(folder: Path, tmp_path: Path) -> None:
@@ -235,7 +240,7 @@ def test_a_making_that_was_stopped_goes_on_where_it_was(
     monkeypatch.setattr(limits, "document_bytes_max", 16 << 10)
     monkeypatch.setattr(limits, "portion_bytes", 100 << 10)
     monkeypatch.setattr(limits, "bucket_bytes", 100 << 10)
-    monkeypatch.setattr(limits, "chunk_bytes", 128 << 10)
+    monkeypatch.setattr(limits, "frame_content_bytes_max", 128 << 10)
     request = Request([str(folder)], tokenizer="bpe:300", jobs=1)
     whole = make_data(request, tmp_path / "whole", Quiet())
     out = tmp_path / "out"
@@ -365,6 +370,33 @@ def test_what_is_refused_leaves_nothing_behind(
         make_data(request_, tmp_path / "out", Quiet())
     assert caught.value.exit_code == code
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fails_leaves_what_is_done(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "portion_bytes", 300 << 10)
+    request = Request([str(folder)], jobs=1)
+    whole = make_data(request, tmp_path / "whole", Quiet())
+    out = tmp_path / "out"
+    monkeypatch.setattr(reading, "read_part", _failing)
+    with pytest.raises(OperatorError, match=r"long\.txt cannot be read \(Input/output error\): mend that"):
+        make_data(request, out, Quiet())
+    segments = {path: path.stat().st_ino for path in (out / "making/read").iterdir()}
+    assert len(segments) > 2
+    monkeypatch.undo()
+    monkeypatch.setattr(limits, "portion_bytes", 300 << 10)
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        make_data(request, out, Said(stop, "Looking for copies", 1), stop)
+    assert segments.items() <= {path: path.stat().st_ino for path in (out / "making/read").iterdir()}.items()
+    assert make_data(request, out, Quiet()) == whole
+
+
+def _failing(entry: Input, part: Part, form: Format, resume: int | None) -> Iterator[Batch]:
+    if entry.path.endswith("long.txt"):
+        raise cannot_read(entry.path, OSError(errno.EIO, "Input/output error"))
+    return read_part(entry, part, form, resume)
 
 
 def test_progress_is_counted(folder: Path, tmp_path: Path) -> None:

@@ -199,8 +199,9 @@ def test_damaged_compressed_files_are_refused(tmp_path: Path, packed: str, damag
 def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
     entry = entry_of(tmp_path / "x.txt", b"text")
     Path(entry.path).unlink()
-    with pytest.raises(OperatorError, match=r"x\.txt cannot be read \(No such file"):
+    with pytest.raises(OperatorError, match=r"x\.txt cannot be read \(No such file") as caught:
         read(entry)
+    assert caught.value.exit_code == 6, "what is read of the others is worth keeping"
 
 
 def test_where_a_fault_is_in_a_compressed_file(tmp_path: Path) -> None:
