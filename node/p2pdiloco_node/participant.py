@@ -411,7 +411,8 @@ class Participant:
         node = self.node
         if node is None or node.roots is None:
             raise PeerError("NOT_HERE", "no state is here yet")
-        shown = StateShown(node.epoch, node.index, node.log.head_at(node.index), *node.roots, node.term)
+        head = node.log.head_at(node.index)
+        shown = StateShown(node.epoch, node.index, head, *node.roots, node.term, node.votes)
         return web.Response(body=encode(shown), content_type="application/octet-stream")
 
     own_record: PeerRecord | None = None

@@ -1,4 +1,4 @@
-"""What cannot work, said when a run is made: one sentence each, with what to change (scenario G4).
+"""What cannot work, said when a run is made: one sentence each, with what to change.
 
 Types and ranges are the RunSpec's own; here is what no single field shows. Sizes and figures of one node's
 traffic are here as well, for `run inspect`.

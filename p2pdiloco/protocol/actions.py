@@ -56,7 +56,7 @@ class CutLog(msgspec.Struct, frozen=True):
 
 
 class EnterEpoch(msgspec.Struct, frozen=True):
-    """Envelopes say this epoch from here on; what still waits to be sent was said in another and is dropped."""
+    """Envelopes say this epoch from here on; what still waits to be sent is dropped: it is of another."""
 
     epoch: int
 

@@ -56,6 +56,8 @@ class Ballot:
     def begin_epoch(self, epoch: int) -> None:
         """The owner began `epoch`: durable before the log changes, so that no crash votes in an older one."""
         if epoch > self.epoch:
+            # What was told is of the old one: a disk from before may have forgotten a vote in the new one.
+            self._told.clear()
             self._save(VoterRecord(self.term, 0, NO_DIGEST, None, epoch))
 
     def is_repeat(self, term: int, index: int, body: Digest, *, last: bool) -> bool:
@@ -90,8 +92,13 @@ class Ballot:
 
     # A restored disk image forgets promises. What others saw, mirrored in heartbeats, gives it away.
 
-    def told_seen(self, voter: PeerId, *, boot: int, term: int, ack_index: int) -> None:
-        """`voter` says what it has seen from this node: starts, terms, acks. More than the disk knows?"""
+    def told_seen(self, voter: PeerId, *, epoch: int, boot: int, term: int, ack_index: int) -> None:
+        """`voter` says what it has seen from this node in `epoch`: starts, terms, acks.
+
+        More than the disk knows? It knows no acks of an epoch that is over.
+        """
+        if epoch != self.epoch:
+            return
         self._told.add(voter)
         behind = [
             f"{what} {seen} (the disk says {here})"

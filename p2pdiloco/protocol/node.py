@@ -39,14 +39,7 @@ from p2pdiloco.protocol.spreading import Spreading
 from p2pdiloco.protocol.trainee import Trainee
 from p2pdiloco.rules.state import RulesState
 from p2pdiloco.wire import messages as msg
-from p2pdiloco.wire.log import (
-    Committee,
-    Content,
-    Entry,
-    OuterStep,
-    OwnerEntry,
-    changes_committee,
-)
+from p2pdiloco.wire.log import Committee, Content, Entry, OuterStep, OwnerEntry, changes_committee
 from p2pdiloco.wire.log import Membership as MembershipEntry
 
 __all__ = ["Identity", "Node", "Restored"]
@@ -125,6 +118,11 @@ class Node:
     def roots(self) -> tuple[Digest, Digest] | None:
         """Of params and momentum; None while they are not those of `index`."""
         return None if self._applied.diverged else self._applied.roots
+
+    @property
+    def votes(self) -> bool:
+        """False: its disk was restored from a copy, so that a seat is no use to it."""
+        return not self._ballot.rolled_back
 
     @property
     def log(self) -> RunLog:
@@ -263,7 +261,7 @@ class Node:
             term_seen=promises[0],
             ack_seen=promises[1],
             have=self._pool.mine(self._applied.rules) if voter else (),
-            willing=not self._leaving.wanted and not self._ballot.rolled_back,
+            willing=not self._leaving.wanted and self.votes,
         )
 
     # The log
@@ -449,7 +447,9 @@ class Node:
             self._ctx.send(sender, self._heartbeat(sender))  # tells it the boot counter seen
         if sender in members:
             # Only voters are believed: a stranger could silence anybody's vote with one lie.
-            self._ballot.told_seen(sender, boot=m.boot_seen, term=m.term_seen, ack_index=m.ack_seen)
+            self._ballot.told_seen(
+                sender, epoch=event.epoch, boot=m.boot_seen, term=m.term_seen, ack_index=m.ack_seen
+            )
             self._pool.heard_have(sender, m.have)
             if m.leads:
                 self._election.heard_aggregator(sender, m.term)

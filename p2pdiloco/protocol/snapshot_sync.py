@@ -96,12 +96,16 @@ class SnapshotSync:
         """Whether `behind` entries are better jumped over than applied.
 
         Who has a snapshot goes on from it, however long that took: a joiner on a slow link would otherwise
-        chase the newest one for ever (scenario L1). Beyond what donors keep the entries' deltas are gone.
+        chase the newest one for ever (scenario L1). Donors keep the deltas since their older snapshot: who
+        stands before that one finds none.
         """
         if behind == 0:
             self._jumped = False
-        kept = limits.snapshots_kept * limits.snapshot_every_versions
-        return behind > (kept if self._jumped else limits.catch_up_versions_max)
+        if not self._jumped:
+            return behind > limits.catch_up_versions_max
+        newest = self._log.version_at(self._log.index) // limits.snapshot_every_versions
+        older = (newest - limits.snapshots_kept + 1) * limits.snapshot_every_versions
+        return self._applied.rules.version < older
 
     def tick(self, peers: list[PeerId], *, needed: bool) -> bool:
         """Ask, choose, fetch. True while the log should wait for a snapshot instead of being applied."""

@@ -27,7 +27,7 @@ class Owner:
         """`signer`: a liar's."""
         self._world = world
         self._signer = signer or signer_named("owner", real=world.real_keys)
-        self._epoch = 0
+        self.epoch = 0
 
     def rescue(self, among: Sequence[Machine], seats: Sequence[Machine] | None = None) -> Entry | None:
         """Begin the next epoch from the newest state among these machines, and tell them.
@@ -50,15 +50,15 @@ class Owner:
             return None
         state, node = best[0].state, best[1]
         rules = decode(state.rules, RulesState) if state.rules else genesis_state(world.run.spec)
-        there = [m for m, n in nodes if n.epoch == node.epoch and m.state.index == state.index]
+        there = [m for m, n in nodes if n.votes and n.epoch == node.epoch and m.state.index == state.index]
         committee = rescue_committee(world.run.spec, rules, [m.id for m in seats or there])
         if committee is None:
             return None
-        self._epoch = max(self._epoch, node.epoch) + 1
+        self.epoch = max(self.epoch, node.epoch) + 1
         root_of = world.arithmetic.root_of
-        world.trace.append(f"{world.now:9.3f}    owner recovers from {state.index}, epoch {self._epoch}")
+        world.trace.append(f"{world.now:9.3f}    owner recovers from {state.index}, epoch {self.epoch}")
         return recovery_entry(
-            world.run.run, self._signer, epoch=self._epoch, base_index=state.index,
+            world.run.run, self._signer, epoch=self.epoch, base_index=state.index,
             base=node.log.head_at(state.index), state=rules,
             roots=(root_of(state.params), root_of(state.momentum)), committee=committee,
             owner_sequence=rules.owner_sequence + 1, term=max(n.term for _, n in nodes) + 1,

@@ -85,6 +85,7 @@ SCHEDULES: dict[str, Schedule] = {
     "disjoint_committees_meet": Schedule(recovery.disjoint_committees_meet),
     "witness_alone": Schedule(recovery.witness_alone),
     "two_recoveries": Schedule(recovery.two_recoveries),
+    "lone_voter_in_between": Schedule(recovery.lone_voter_in_between),
     "newcomer_after_a_recovery": Schedule(recovery.newcomer_after_a_recovery),
     "all_restart_after_a_recovery": Schedule(recovery.all_restart_after_a_recovery),
     "snapshot_on_its_way": Schedule(recovery.snapshot_on_its_way),

@@ -182,6 +182,30 @@ def two_recoveries(stage: Stage) -> None:
     stage.versions(3, stage.failover_s + 8 * stage.round_s, "with everybody back")
 
 
+def lone_voter_in_between(stage: Stage) -> None:
+    """A committee of one is shown a recovery on a branch that it has not: nobody else could hold it back."""
+    majority, rest = _left_behind(stage)
+    owner, first = Owner(stage.world), rest[1]
+    others = [m for m in (*rest, *majority) if m is not first]
+    stage.world.network.mend()
+    stage.world.network.split([first.id], [m.id for m in others])
+    _rescued(owner, [first])
+    stage.versions(2, stage.failover_s + 6 * stage.round_s, "alone in the first epoch")
+    old, alone = stage.checkers.epochs[0], stage.checkers.epochs[1]
+    stage.expect(
+        60.0, "the others on the old branch", lambda: all(m.state.index >= old.index - 1 for m in others)
+    )
+    entry = _rescued(owner, others)
+    stage.versions(2, stage.failover_s + 6 * stage.round_s, "in the second epoch")
+    before = alone.index
+    owner.show(entry, [first])
+    stage.run(6 * stage.round_s)
+    if alone.index > before:
+        raise Violation("an ended epoch is over", f"{alone.index - before} entries by one who was told")
+    stage.world.network.mend()
+    _level(stage)
+
+
 def newcomer_after_a_recovery(stage: Stage) -> None:
     """Long after it somebody joins by a snapshot, and learns the committee from the chain."""
     _majority_lost(stage, 4, 3)

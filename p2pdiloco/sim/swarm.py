@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from p2pdiloco.ids import Digest, PeerId, short
+from p2pdiloco.protocol.node import Node
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.sim.brain import MakeBrain
 from p2pdiloco.sim.checkers import Violation
@@ -164,6 +165,12 @@ class _Life:
             if not self._rescued():
                 return  # nobody has a state: nothing is promised
             before, began = world.checkers.index, world.now
+        elif not self._heard():
+            # Crashes took a recovery from all who were shown it: the owner's tool looks again.
+            world.run_for(2 * failover_s(spec), self._heard)
+            if not self._heard() and not self._rescued():
+                return
+            before, began = world.checkers.index, world.now
         bound = 2 * failover_s(spec)  # R2 allows one in a hundred to be later than once that
         world.run_for(bound, lambda: world.checkers.index > before)
         if world.checkers.index > before:
@@ -177,6 +184,11 @@ class _Life:
                 f"{self._names(world.checkers.committee.members)}, dead {self._names(sorted(dead))}",
             )
         self._ledger()
+
+    def _heard(self) -> bool:
+        """Whether somebody follows the owner's newest recovery."""
+        brains = [m.brain for m in self.world.machines.values() if m.up]
+        return any(isinstance(b, Node) and b.epoch >= self.owner.epoch for b in brains)
 
     def _rescued(self) -> bool:
         """The owner puts those in charge who are there."""

@@ -149,8 +149,8 @@ class World:
     def note_event(self, machine: Machine, event: Event) -> None:
         if self.keep_trace:
             if isinstance(event, MessageReceived):
-                sender = self.machines[event.sender].name
-                self.note(machine, f"<- {sender}", told(event.message))
+                sender = self.machines.get(event.sender)  # or the owner
+                self.note(machine, f"<- {sender.name if sender else 'owner'}", told(event.message))
             else:
                 self.note(machine, "*", told(event))
 

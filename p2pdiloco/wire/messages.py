@@ -250,6 +250,7 @@ class StateShown(Struct, frozen=True):
     params: Bytes32  # root
     momentum: Bytes32
     term: Count
+    votes: bool  # False: its disk was restored from a copy, and it may have a seat only to lose it
 
 
 class OwnerWordMessage(Struct, frozen=True):

@@ -16,7 +16,7 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.corpus.progress import Quiet
 from p2pdiloco_node.owner.fork import fork
-from p2pdiloco_node.owner.ledger import Ledger
+from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
@@ -138,12 +138,18 @@ async def test_a_run_that_lost_its_majority_goes_on_and_takes_the_dead_back(tmp_
         await dead.kill()
         left = f"{alive[0].url}/#{swarm.run.hex()}"
         asked: list[str] = []
+
+        def refuses(text: str) -> bool:
+            asked.append(text)
+            return False
+
+        def agrees(text: str) -> bool:
+            asked.append(text)
+            return True
+
         async with seen(swarm, left) as run:
             with pytest.raises(OperatorError, match="Nothing was signed"):
-                await recover(
-                    run, swarm.owner_key, seats=(), force=False, agree=lambda text: bool(asked.append(text)),
-                    wait_s=WAIT_S,
-                )  # fmt: skip
+                await recover(run, swarm.owner_key, seats=(), force=False, agree=refuses, wait_s=WAIT_S)
             assert "is lost for good" in asked[0]
             done = await recover(
                 run, swarm.owner_key, seats=(), force=False, agree=lambda _: True, wait_s=WAIT_S
@@ -167,6 +173,18 @@ async def test_a_run_that_lost_its_majority_goes_on_and_takes_the_dead_back(tmp_
         assert (said.epoch, said.owner_sequence) == (1, 2)
         status = swarm.tracker.builder.build(0.0)
         assert any("another committee" in event.text for event in status.events)
+        # Another was signed, and a crash took it from all who were told.
+        ledger = Ledger(swarm.owner_key)
+        ledger.note(swarm.run, Signed(2, 3))
+        async with seen(swarm) as run:
+            with pytest.raises(OperatorError, match="began epoch 2 already, and nobody who answers follows"):
+                await recover(
+                    run, swarm.owner_key, seats=(), force=False, agree=lambda _: True, wait_s=WAIT_S
+                )
+            again = await recover(run, swarm.owner_key, seats=(), force=True, agree=agrees, wait_s=WAIT_S)
+        assert "Epoch 2, which this key began before" in asked[-1]
+        assert (again.epoch, ledger.of(swarm.run)) == (3, Signed(3, 4))
+        await until(lambda: all(n.epoch == 3 for n in swarm.nodes.values()), WAIT_S, "all in the third epoch")
     assert verify_run(tmp_path / "run").version >= done.version + 3
 
 

@@ -174,7 +174,7 @@ class HoldsOldAcks(Membership):
     ("name", "kind", "schedule", "rule"),
     [
         ("SnapshotSync", StaysWhereItIs, "old_majority_comes_back", "an outer step out of turn"),
-        ("Election", VotesOn, "forged_recovery", "a vote is saved before it is said"),
+        ("Election", VotesOn, "lone_voter_in_between", "an ended epoch is over"),
         ("Membership", HoldsOldAcks, "two_recoveries", "expected: 3 more versions"),
     ],
 )

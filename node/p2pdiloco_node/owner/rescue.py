@@ -50,7 +50,7 @@ class Found:
     epoch: int
     head: Digest
     roots: tuple[Digest, Digest]
-    there: tuple[PeerId, ...]  # at the base
+    there: tuple[PeerId, ...]  # at the base, and able to vote
     term: int  # the highest own term that they show
 
 
@@ -77,15 +77,12 @@ async def recover(
     committee = _committee(seen, found, seats)
     old = seen.log.committee_at(found.index)
     alive = [m for m in old.members if m in found.there]
-    if len(alive) >= old.quorum and not force:
-        raise OperatorError(
-            f"{len(alive)} of {old.size} voters are there and have the newest state, and {old.quorum} are a "
-            "majority: the run goes on by itself. To put another committee in charge all the same: --force.",
-            RUN,
-        )
-    if not agree(_what_follows(seen, found, old, committee)):
-        raise OperatorError("Nothing was signed.", USAGE)
     used = ledger.of(seen.run)
+    unheard = used.epoch if used.epoch > found.epoch else 0
+    if len(alive) >= old.quorum and not force:
+        raise OperatorError(_why_not(old, len(alive), unheard), RUN)
+    if not agree(_what_follows(seen, found, old, committee, unheard)):
+        raise OperatorError("Nothing was signed.", USAGE)
     epoch = max(used.epoch, found.epoch) + 1
     sequence = max(used.sequence, rules.owner_sequence) + 1
     entry = recovery_entry(
@@ -137,7 +134,7 @@ async def _best(seen: SeenRun, states: dict[PeerId, tuple[StateShown, str]]) -> 
             continue
         if not _proved(seen, claim):
             continue
-        there = [p for p, (s, _) in states.items() if (s.epoch, s.index, s.head) == _key(claim)]
+        there = [p for p, (s, _) in states.items() if s.votes and (s.epoch, s.index, s.head) == _key(claim)]
         certified = seen.log.term_of(claim.index)
         terms = [states[p][0].term for p in there if states[p][0].term <= certified + TERMS_AHEAD_MAX]
         return Found(
@@ -175,7 +172,7 @@ def _committee(seen: SeenRun, found: Found, seats: Sequence[str]) -> Committee:
         absent = [seen.name_of(p) for p in wanted if p not in found.there]
         if absent:
             raise OperatorError(
-                f"{absent[0]} does not answer, or lacks the newest state: it cannot have a seat."
+                f"{absent[0]} does not answer, lacks the newest state, or votes no more: it can have no seat."
             )
         witness = seen.spec.committee.genesis.witness
         voters = tuple(p for p in wanted if p != witness)
@@ -191,12 +188,28 @@ def _committee(seen: SeenRun, found: Found, seats: Sequence[str]) -> Committee:
     )  # fmt: skip
     largest = rescue_committee(seen.spec, rules, order)
     if largest is None:
-        raise OperatorError("Nobody who is there may have a seat: all of them are revoked.", RUN)
+        raise OperatorError(
+            "Nobody who is there can have a seat: they are revoked, or run on restored disks.", RUN
+        )
     return largest
 
 
-def _what_follows(seen: SeenRun, found: Found, old: Committee, new: Committee) -> str:
-    """What the owner agrees to."""
+def _why_not(old: Committee, alive: int, unheard: int) -> str:
+    there = f"{alive} of {old.size} voters are there and have the newest state"
+    if unheard:
+        return (
+            f"{there}, but this key began epoch {unheard} already, and nobody who answers follows it. Name "
+            "those who do with --peers HOST:PORT. If a crash took it from everybody who was told, begin "
+            "another with --force."
+        )
+    return (
+        f"{there}, and {old.quorum} are a majority: the run goes on by itself. To put another committee in "
+        "charge all the same: --force."
+    )
+
+
+def _what_follows(seen: SeenRun, found: Found, old: Committee, new: Committee, unheard: int) -> str:
+    """What the owner agrees to. `unheard`: an epoch that this key began and nobody who answers is in."""
     rules = seen.rules_at(found.index)
     gone = [m for m in old.members if m not in found.there]
     base = f"entry {found.index}, version {rules.version} ({rules.clock:,} tokens)"
@@ -209,6 +222,10 @@ def _what_follows(seen: SeenRun, found: Found, old: Committee, new: Committee) -
         lines.append(
             f"Not there, or behind: {names}. What they certified after entry {found.index} and nobody else "
             "has is lost for good, words of yours included; when they come back they follow."
+        )
+    if unheard:
+        lines.append(
+            f"Epoch {unheard}, which this key began before, is over as well, and what was certified in it."
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What cannot work is refused when a run is made, each with what to change (scenario G4)."""
+"""What cannot work is refused when a run is made, each with what to change."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ class Parts:
         self.delivery = Delivery(ctx, restored.in_flight)
         if told:
             for member in run.committee.members:
-                self.ballot.told_seen(member, boot=0, term=0, ack_index=0)
+                self.ballot.told_seen(member, epoch=0, boot=0, term=0, ack_index=0)
 
     def lead(self, term: int) -> None:
         """Win `term` with everybody's votes."""

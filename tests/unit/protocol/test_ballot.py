@@ -98,11 +98,11 @@ def test_no_vote_before_a_majority_told_the_boot_counter() -> None:
     five = make_run(A, B, C, NODES[3], size_max=5)
     parts = Parts(five, B, boot=4, told=False)
     assert not parts.ballot.may_vote(five.committee)
-    parts.ballot.told_seen(A.peer_id, boot=4, term=0, ack_index=0)
+    parts.ballot.told_seen(A.peer_id, epoch=0, boot=4, term=0, ack_index=0)
     assert not parts.ballot.may_vote(five.committee)
-    parts.ballot.told_seen(NODES[7].peer_id, boot=4, term=0, ack_index=0)
+    parts.ballot.told_seen(NODES[7].peer_id, epoch=0, boot=4, term=0, ack_index=0)
     assert not parts.ballot.may_vote(five.committee)
-    parts.ballot.told_seen(WITNESS.peer_id, boot=3, term=0, ack_index=0)
+    parts.ballot.told_seen(WITNESS.peer_id, epoch=0, boot=3, term=0, ack_index=0)
     assert parts.ballot.may_vote(five.committee)
 
 
@@ -112,7 +112,7 @@ def test_no_vote_before_a_majority_told_the_boot_counter() -> None:
 def test_an_image_of_this_very_life_is_noticed_by_its_promises(seen: dict[str, int]) -> None:
     """Taken and restored within one life the boot counter looks right; terms and acks do not."""
     parts = Parts(RUN, B, told=False)
-    parts.ballot.told_seen(A.peer_id, **seen)
+    parts.ballot.told_seen(A.peer_id, epoch=0, **seen)
     assert parts.ballot.rolled_back
     assert not parts.ballot.may_vote(parts.log.committee)
 
@@ -120,12 +120,27 @@ def test_an_image_of_this_very_life_is_noticed_by_its_promises(seen: dict[str, i
 def test_a_rolled_back_disk_never_votes_again_in_this_life() -> None:
     parts = Parts(RUN, B, boot=4)
     assert parts.ballot.may_vote(RUN.committee)
-    parts.ballot.told_seen(A.peer_id, boot=5, term=0, ack_index=0)
+    parts.ballot.told_seen(A.peer_id, epoch=0, boot=5, term=0, ack_index=0)
     assert not parts.ballot.may_vote(RUN.committee)
-    parts.ballot.told_seen(A.peer_id, boot=4, term=0, ack_index=0)
-    parts.ballot.told_seen(A.peer_id, boot=6, term=0, ack_index=0)
+    parts.ballot.told_seen(A.peer_id, epoch=0, boot=4, term=0, ack_index=0)
+    parts.ballot.told_seen(A.peer_id, epoch=0, boot=6, term=0, ack_index=0)
     assert not parts.ballot.may_vote(RUN.committee)
     assert said(parts.drain()) == ["rolled_back"]
+
+
+def test_what_was_seen_in_another_epoch_says_nothing_about_the_disk() -> None:
+    """The acks of an epoch that is over are not on the disk; in the new one a majority has to tell again."""
+    parts = Parts(RUN, B)
+    acked(parts, 6)
+    parts.ballot.begin_epoch(1)
+    assert not parts.ballot.may_vote(RUN.committee)
+    parts.ballot.told_seen(A.peer_id, epoch=0, boot=1, term=6, ack_index=1)
+    assert not parts.ballot.rolled_back
+    assert not parts.ballot.may_vote(RUN.committee)
+    parts.ballot.told_seen(A.peer_id, epoch=1, boot=1, term=6, ack_index=0)
+    assert parts.ballot.may_vote(RUN.committee)
+    parts.ballot.told_seen(WITNESS.peer_id, epoch=1, boot=1, term=6, ack_index=1)
+    assert parts.ballot.rolled_back
 
 
 def test_the_only_voter_needs_nobody_to_tell_it() -> None:

@@ -286,7 +286,7 @@ def test_a_membership_entry_ends_leadership_votes_and_term() -> None:
     parts.election.on_vote(B.peer_id, vote(6), current=False)  # collected before the change
     parts.lead(6)
     parts.log.append(entry)
-    parts.ballot.told_seen(C.peer_id, boot=0, term=0, ack_index=0)
+    parts.ballot.told_seen(C.peer_id, epoch=0, boot=0, term=0, ack_index=0)
     parts.drain()
     parts.election.installed(content, 4, last=False, current=True)
     assert parts.election.leading is None

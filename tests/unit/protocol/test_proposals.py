@@ -249,7 +249,7 @@ def test_a_proposal_waits_until_the_voter_may_vote() -> None:
     parts.drain()
     body = body_of(parts.log, good_step(parts))
     assert sent(propose(parts, body), Ack) == []
-    parts.ballot.told_seen(B.peer_id, boot=1, term=0, ack_index=0)
+    parts.ballot.told_seen(B.peer_id, epoch=0, boot=1, term=0, ack_index=0)
     parts.proposals.resume()
     parts.prepare()
     parts.proposals.resume()
@@ -429,7 +429,7 @@ def test_an_aggregator_that_may_not_ack_its_own_proposal_stops_leading() -> None
 def test_a_rolled_back_aggregator_proposes_nothing_more() -> None:
     parts = voter(who=A)
     parts.lead(2)
-    parts.ballot.told_seen(B.peer_id, boot=7, term=0, ack_index=0)
+    parts.ballot.told_seen(B.peer_id, epoch=0, boot=7, term=0, ack_index=0)
     parts.drain()
     out = start(parts)
     assert sent(out, Proposal) == []

@@ -9,12 +9,12 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
-from p2pdiloco.ids import digest_of, merkle_root
+from p2pdiloco.ids import NO_DIGEST, digest_of, merkle_root
 from p2pdiloco.protocol.actions import FetchSnapshot
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.protocol.snapshot_sync import SnapshotSync
-from p2pdiloco.rules.state import after_outer_step, rules_digest
-from p2pdiloco.wire.codec import encode
+from p2pdiloco.rules.state import RulesState, after_outer_step, rules_digest
+from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.log import state_root
 from p2pdiloco.wire.messages import SnapshotOffer, SnapshotWanted
 
@@ -164,6 +164,7 @@ def test_a_failed_snapshot_is_not_tried_at_once_again(world: World) -> None:
 
 def test_one_snapshot_whatever_happens_meanwhile(world: World) -> None:
     """L1: 24 versions were made while it came; the entries are applied, no second one is fetched."""
+    assert world.p.log.index == 40
     assert not world.sync.is_far(limits.catch_up_versions_max)
     assert world.sync.is_far(limits.catch_up_versions_max + 1)
     world.tick()
@@ -171,10 +172,20 @@ def test_one_snapshot_whatever_happens_meanwhile(world: World) -> None:
     world.tick(BEAT)
     assert world.sync.fetched(16)
     assert not world.sync.is_far(24)
-    kept = limits.snapshots_kept * limits.snapshot_every_versions
-    assert world.sync.is_far(kept + 1)  # donors have dropped those deltas: only another one helps
     assert not world.sync.is_far(0)  # current
     assert world.sync.is_far(limits.catch_up_versions_max + 1)  # a new absence
+
+
+@pytest.mark.parametrize(("made", "gone"), [(47, False), (48, True)])
+def test_another_one_once_the_deltas_behind_the_first_are_gone(made: int, gone: bool) -> None:
+    """Donors hold snapshots 32 and 48, and what was listed since 32; 20 stands between 16 and 32."""
+    world = World(made)
+    world.tick()
+    world.sync.on_offer(A.peer_id, world.offers[16])
+    world.tick(BEAT)
+    assert world.sync.fetched(16)
+    world.p.applied.snapshot_installed(20, decode(world.offers[20].rules, RulesState), NO_DIGEST, NO_DIGEST)
+    assert world.sync.is_far(made - 20) is gone
 
 
 def test_while_one_is_fetched_no_other_is(world: World) -> None:

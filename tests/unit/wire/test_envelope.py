@@ -80,9 +80,9 @@ def sealed(message: Message, **changes: Any) -> bytes:
     return seal(message, ME, **{"run": RUN, "epoch": 0, "boot": 3, "n": 5, "to": to, **changes})
 
 
-def refused(data: bytes, reason: str) -> None:
+def refused(data: bytes, reason: str, epoch: int | None = None) -> None:
     with pytest.raises(PeerError) as error:
-        open_envelope(data, verify_ed25519, run=RUN, me=YOU)
+        open_envelope(data, verify_ed25519, run=RUN, me=YOU, epoch=epoch)
     assert error.value.reason == reason
 
 
@@ -292,9 +292,12 @@ def test_an_ack_is_signed_by_its_sender_over_everything_it_says() -> None:
         refused(sealed(an_ack(**change)), "BAD_SIGNATURE")
 
 
-def test_an_ack_for_another_epoch_never_gets_in() -> None:
+def test_an_ack_of_another_epoch_opens_only_where_that_is_judged() -> None:
     statement = ack_statement(RUN, 1, COMMITTEE, 4, 1, NO_DIGEST, last=False)
-    refused(sealed(an_ack(signature=ME.sign(statement)), epoch=1), "WRONG_EPOCH")
+    data = sealed(an_ack(signature=ME.sign(statement)), epoch=1)
+    refused(data, "WRONG_EPOCH", epoch=0)
+    assert open_envelope(data, verify_ed25519, run=RUN, me=YOU).epoch == 1
+    refused(sealed(an_ack(signature=ME.sign(statement)), epoch=0), "BAD_SIGNATURE")
 
 
 def test_a_proposal_signature_is_no_ack_signature() -> None:
