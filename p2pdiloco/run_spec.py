@@ -5,7 +5,8 @@ Its digest is the RunId, so a tracker cannot swap the run. Local taste (limits, 
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -104,6 +105,20 @@ class OuterSpec(Struct, frozen=True):
     codec: Annotated[str, Meta(pattern="^(fp16|int4|topk(32|64|128))$")] = "int4"
     error_feedback_beta: Fraction = 1.0
     fragments: Annotated[int, Meta(ge=1, le=1)] = 1
+
+
+# Where most of a delta comes later or never, momentum pulls too far and old feedback is stale.
+SPARSE_OUTER = {"mu": 0.0, "eta_alone": 1.0, "eta_eight": 1.0, "error_feedback_beta": 0.95}
+
+
+def outer_spec(fields: Mapping[str, Any]) -> OuterSpec:
+    """The outer loop of a new run: `fields` over the defaults of its codec, all as measured in
+    docs/results/learning.md.
+
+    Raises: TypeError: a field that does not exist.
+    """
+    sparse = str(fields.get("codec", "")).startswith("topk")
+    return OuterSpec(**((SPARSE_OUTER if sparse else {}) | dict(fields)))
 
 
 class CommitteeSpec(Struct, frozen=True):

@@ -34,6 +34,7 @@ from p2pdiloco.run_spec import (
     OuterSpec,
     RunSpec,
     TensorSpec,
+    outer_spec,
     run_id_of,
     sign_run_spec,
 )
@@ -104,7 +105,9 @@ async def create_run(
     if not 0 <= target_version <= VERSIONS_MAX:
         raise OperatorError(f"--outer-steps is 0 to {VERSIONS_MAX}.", exit_code=2)
     inner_loop = _replaced(inner_spec(model, target_tokens), inner or {}, "inner")
-    outer_step = _replaced(OuterSpec(), outer or {}, "outer")
+    _known(OuterSpec, outer or {}, "outer")
+    outer_step = outer_spec(outer or {})
+    _check(outer_step, "the outer part: ")
     seats = _replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
     _check_folder(out)
     corpus = await asyncio.to_thread(_read_corpus, data, model, progress)
@@ -235,10 +238,14 @@ def _check_folder(out: Path) -> None:
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
 
 
-def _replaced(part: Any, fields: Mapping[str, Any], what: str) -> Any:
+def _known(part: type[Any], fields: Mapping[str, Any], what: str) -> None:
     unknown = sorted(set(fields) - set(part.__struct_fields__))
     if unknown:
         raise OperatorError(f"the run's {what} part has no field {unknown[0]!r}.", exit_code=2)
+
+
+def _replaced(part: Any, fields: Mapping[str, Any], what: str) -> Any:
+    _known(type(part), fields, what)
     replaced = msgspec.structs.replace(part, **fields)
     _check(replaced, f"the {what} part: ")
     return replaced

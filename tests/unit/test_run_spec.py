@@ -19,6 +19,7 @@ from p2pdiloco.run_spec import (
     RunSpec,
     SignedRunSpec,
     open_run_spec,
+    outer_spec,
     run_id_of,
     sign_run_spec,
     spec_bytes_of,
@@ -126,3 +127,17 @@ def test_what_follows_from_its_fields() -> None:
     assert TINY.spec.tokens_per_inner_step == 8
     assert TINY.spec.model.params == 160
     assert TINY.spec.genesis.params_root == merkle_root([digest_of(TINY.params.tobytes())])
+
+
+def test_each_codec_has_the_outer_loop_that_was_measured_best_for_it() -> None:
+    """docs/results/learning.md: topk learns without momentum and with fading feedback."""
+    dense, sparse = outer_spec({"codec": "int4"}), outer_spec({"codec": "topk64"})
+    assert dense == OuterSpec() == outer_spec({})
+    assert (sparse.mu, sparse.eta_alone, sparse.eta_eight, sparse.error_feedback_beta) == (
+        0.0,
+        1.0,
+        1.0,
+        0.95,
+    )
+    told = outer_spec({"codec": "topk32", "mu": 0.3, "error_feedback_beta": 1.0})
+    assert (told.codec, told.mu, told.error_feedback_beta, told.eta_alone) == ("topk32", 0.3, 1.0, 1.0)
