@@ -111,14 +111,17 @@ class OuterSpec(Struct, frozen=True):
 SPARSE_OUTER = {"mu": 0.0, "eta_alone": 1.0, "eta_eight": 1.0, "error_feedback_beta": 0.95}
 
 
+def outer_defaults(codec: str) -> dict[str, float]:
+    """What a codec wants otherwise than `OuterSpec`'s defaults, as measured in docs/results/learning.md."""
+    return dict(SPARSE_OUTER) if codec.startswith("topk") else {}
+
+
 def outer_spec(fields: Mapping[str, Any]) -> OuterSpec:
-    """The outer loop of a new run: `fields` over the defaults of its codec, all as measured in
-    docs/results/learning.md.
+    """The outer loop of a new run: `fields` over the defaults of its codec.
 
     Raises: TypeError: a field that does not exist.
     """
-    sparse = str(fields.get("codec", "")).startswith("topk")
-    return OuterSpec(**((SPARSE_OUTER if sparse else {}) | dict(fields)))
+    return OuterSpec(**(outer_defaults(str(fields.get("codec", ""))) | dict(fields)))
 
 
 class CommitteeSpec(Struct, frozen=True):
