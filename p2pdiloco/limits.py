@@ -18,6 +18,8 @@ nesting_max = 16  # deepest message nesting in use is 5
 
 # Data plane
 chunk_bytes = 4 * MIB  # snapshots and shards travel in chunks of this size
+chunks_max = 2048  # of one array, whose chunks grow beyond: the digests of two arrays fit in one message
+chunk_bytes_max = 128 * MIB  # of an array of `model_params_max` values
 blob_bytes_max = 4096 * MIB  # largest delta accepted at all; the model decides the real figure
 delta_value_max = 1024.0  # magnitude of one value of a delta; working trainers stay below 1
 zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
@@ -80,6 +82,30 @@ announce_expiry_intervals = 4.0  # silent for longer: offline
 history_rows_max = 200_000  # rows of history kept by the tracker's database
 reports_per_peer_per_minute_max = 60  # a node reports every few seconds; more is noise
 
+# Readers without a key, and downloads
+log_readers_max = 2  # certified logs served at once: tens of megabytes each, for exports and forks
+reads_per_address_per_s = 1.0  # logs and lists of snapshots; a reader asks for each once
+reads_per_address_burst = 16  # a household that exports at once
+log_fetched_bytes_max = 2048 * MIB  # a log of 100,000 entries of 20 KiB; more is no log
+downloads_max = 2  # files of checkpoints served at once: the tracker's line is for the swarm first
+downloads_per_address_per_s = 1.0  # begun; the files of one checkpoint are seven
+downloads_per_address_burst = 30  # and downloaders with several connections begin at once
+download_s_max = 4 * 3600.0  # of one file; who is slower goes on with a range
+download_rate_bytes_per_s_min = 64 * KIB  # slower than this a slot is held for nothing
+checkpoints_kept = 16  # the most that a tracker's host may have offered
+checkpoint_store_bytes_max = 64 * 1024 * MIB  # of all that are offered
+checkpoint_interval_s_min = 60.0  # between two; the run's last version is always offered
+checkpoint_share = 0.1  # share of time spent on writing them
+checkpoint_evaluation_s = 60.0  # a new one waits so long for the evaluation of its version
+
+# Export and generation
+weights_file_bytes_max = 5 * 10**9  # one safetensors file; the rest of the world cuts there, too
+fetch_patience_s = 180.0  # an export gives up after so long without a new blob
+tokenizer_bytes_max = 32 * MIB  # a tokenizer.json; the largest known have 20 MiB
+card_contributors_max = 100  # named in a model card; all are in p2pdiloco.json
+prompt_bytes_max = MIB  # of a prompt; a book
+generated_tokens_max = 1_000_000  # of one command
+
 # Simulation
 simulated_seeds_max = 1_000_000  # seeds of one command: a day on two cores
 simulated_chunk_seeds = 10  # seeds given to a process at a time
@@ -106,6 +132,9 @@ log_frame_bytes_max = message_bytes_max  # one entry in the log file
 state_write_share = 0.1  # share of time spent on writing state files; deltas replay the rest
 state_write_versions_max = 8  # outer steps between two state files at most: bounds the replay at start
 prepared_steps_max = 2  # candidate outer steps held as arrays
+
+# Planning a run
+planned_nodes = 4  # of a small run: what a node fetches in a pass comes from the other three
 
 # Traffic between peers
 messages_per_peer_per_s = 20.0  # of one kind from one sender; heartbeats of the demo are 2 a second
@@ -141,6 +170,10 @@ events_shown = 20  # on the page
 rounds_shown = 12  # the last outer steps on the page
 points_kept = 8192  # versions in memory for the curve; older ones are thinned beyond it
 evaluations_due_max = 64  # newest evaluated versions for which a report is still taken
+samples_kept = 8  # newest evaluated versions whose continuations are kept
+sample_lines_max = 24  # of one continuation on the page
+tracking_end_s = 1.0  # an ending process waits so long for TensorBoard and W&B, and twice so long at most
+tracked_waiting_max = 4096  # points on their way to TensorBoard or W&B; more are left out
 chart_points_max = 300  # points in one drawn curve and in the JSON: a pixel or two each
 page_nodes_max = 200  # rows in the table; the JSON has all of them
 metric_nodes_max = 256  # nodes with series of their own in /metrics
@@ -158,17 +191,61 @@ trainer_crash_window_s = 300.0  # crashes older than this are forgotten
 trainer_not_finite_max = 3  # non-finite losses, gradients or deltas in a row, no good pass between: the brake
 trainer_brake_s = 600.0  # first pause of the brake; doubles up to trainer_brake_s_max
 trainer_brake_s_max = 4 * 3600.0  # a machine that was mended overnight is tried again in the morning
-evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation
+evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation; of all single sources as many again
+evaluation_slice_s = 0.2  # an evaluation goes on for about so long between two inner steps
+evaluation_agrees_nats = 0.02  # what losses of one state differ by, between devices and their bf16
+sample_chars_max = 1000  # of one continuation: 256 tokens of four letters; fits string_bytes_max
 evaluations_waiting_max = 4  # asked for and not begun; the oldest gives way
 checkpoint_passes = 16  # passes between two saves of the moments
 checkpoint_s = 300.0  # seconds between them, whichever is first
 shard_retry_s = 30.0  # a data shard that cannot be read is tried again after this time
-data_window_shards = 16  # shards in use at once: 64 MiB; part of the data order, so never a node's choice
+data_window_shards = 16  # shards in use at once: 64 MiB; part of the data order, so the run's choice alone
+shard_fetches_max = 3  # data shards fetched at once: of fetches_per_node_max one is left for deltas
+shards_served_max = 3  # data shards served at once: of uploads_per_node_max one is left for deltas
+window_patience_s = 20.0  # a starting trainer waits so long for the rest of its first window
+shard_backoff_s_min = 1.0  # pause after a data shard could not be fetched, doubled with each try
+shard_backoff_s_max = 60.0  # and no longer than this: donors come back
+donor_avoided_s = 30.0  # a donor that did not answer, or lied, is asked behind all others for so long
+data_disk_reserve_bytes = 256 * MIB  # left free on the disk by data, besides room for the states
+
+# What an owner's key signed
+ledger_bytes_max = MIB  # 10,000 runs of one owner at 100 bytes
 
 # Making a run
-corpus_files_max = 100_000  # text files of one corpus
-corpus_bytes_max = 4096 * MIB  # of one corpus, read once and copied into shards
+model_config_bytes_max = 16 * KIB  # arguments of a config class; the longest known are 2 KiB
+model_config_int_max = 2**24  # of a number in it: vocabularies and positions are below
+model_config_float_max = 1e9  # of a number in it: rope_theta is up to 1e8
+model_config_text_chars_max = 64  # of a text in it: names of activations and layer types
+model_config_items_max = 1024  # of a list or table in it: one item for each layer
+model_config_depth_max = 3  # of lists and tables in it: rope parameters by layer type
+model_layers_max = 512  # the deepest known have 126
+model_experts_max = 1024  # of a layer; the most known are 512
+model_params_max = 2**36  # no machine holds 16 bytes each of more; what a node holds is for its plan to say
+model_buffer_bytes_max = 256 * MIB  # what a model derives and nobody sends: masks, tables of positions
+model_modules_max = 1_000_000  # of layers times experts: building them without memory takes a minute
+checkpoint_json_bytes_max = (
+    16 * MIB
+)  # config.json or index of a local checkpoint; 70 layers of experts: 4 MiB
+logits_bytes = 256 * MIB  # float32 logits made at a time; training needs about four times as much for them
+handed_over_values = 16 * MIB  # params moved at a time between host and device: 64 MiB
+corpus_files_max = 100_000  # files of one corpus: a plan of some 20 MB
+corpus_bytes_max = 64 * 1024 * MIB  # of text in one corpus: its shards fit every node's shard store
+corpus_arguments_max = 256  # --data arguments; their numbers are kept with every document
+corpus_line_bytes_max = 64 * MIB  # one line of JSON, or one cell of a table; a book is 1 MiB
+document_bytes_max = 256 * KIB  # longer ones are cut at the end of a paragraph: 64 sequences of 1,024 tokens
+broken_documents_share_max = 0.01  # of all documents; more is a file of another kind, or the wrong key
+broken_documents_spared = 10  # so many are always passed over
+broken_documents_first_max = 100  # a file that begins with so many, and nothing else, is of another kind
 evaluation_share_max = 0.1  # of the corpus held out at most
+evaluation_sources_max = 15  # evaluation sets of one source each; the RunSpec holds 16 in all
+held_out_bytes_max = MIB  # of text in one evaluation set: four evaluations of BPE tokens, one frame
+portion_bytes = 64 * MIB  # of text that one process reads at a time; in memory
+bucket_bytes = 32 * MIB  # of text that one process orders and tokenises at a time; in memory
+making_jobs_max = 64  # processes; each takes some 300 MB
+making_told_s = 1.0  # between two looks at how far the making is
+tokenizer_vocab_max = 2**18  # of a tokenizer trained here; more would be embeddings and little else
+tokenizer_ids_max = 2**22  # of a tokenizer.json; the largest in use have 2**18
+tokenizer_sample_bytes_max = 128 * MIB  # of text that a tokenizer is trained on; more changes few merges
 
 # Lab
 lab_file_bytes_max = MIB  # an experiment file is a page of text

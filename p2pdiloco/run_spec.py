@@ -18,7 +18,7 @@ from p2pdiloco.wire.codec import Struct, decode, encode
 from p2pdiloco.wire.log import Bytes32, Committee, Count
 from p2pdiloco.wire.signing import Signer, Verify
 
-FORMAT = 1
+FORMAT = 2
 MATH_VERSION = 1  # changes whenever decode, merge or outer step could give other bits
 
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
@@ -27,7 +27,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class BlobRef(Struct, frozen=True):
-    """A blob by name and size. `tokens` for shards (uint8 tokens: as many as bytes)."""
+    """A blob by name and size. `tokens` for shards, of `DataSpec.token_bytes` bytes each when opened."""
 
     digest: Bytes32
     size: Annotated[int, Meta(ge=1, le=limits.blob_bytes_max)]
@@ -49,18 +49,17 @@ class TensorSpec(Struct, frozen=True):
 
 
 class ModelSpec(Struct, frozen=True):
-    """A transformers config class by name with its arguments; never remote code."""
+    """A transformers config class by name with its arguments; never remote code.
 
-    family: Annotated[str, Meta(pattern="^llama$")]
-    preset: Annotated[str, Meta(max_length=32)]
+    `config` is a JSON object of plain values with sorted keys: what the class is called with. It is opened
+    by the trainer alone, which refuses a family or a key that it does not know.
+    """
+
+    family: Annotated[str, Meta(pattern="^[a-z0-9_]{1,32}$")]  # transformers' model_type
+    preset: Annotated[str, Meta(max_length=64)]  # for people: llama:20m, or a file's name
+    config: Annotated[bytes, Meta(max_length=limits.model_config_bytes_max)]
     vocab_size: Positive
-    hidden_size: Positive
-    intermediate_size: Positive
-    layers: Positive
-    heads: Positive
-    kv_heads: Positive
-    seq_len: Positive
-    tied: bool
+    seq_len: Positive  # tokens of a training sequence
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=limits.array_items_max)]
 
     @property
@@ -69,10 +68,49 @@ class ModelSpec(Struct, frozen=True):
         return sum(t.size for t in self.tensors)
 
 
+class TokenizerSpec(Struct, frozen=True):
+    """How text became tokens: bytes as they are, or a tokenizer.json by digest."""
+
+    kind: Annotated[str, Meta(pattern="^(bytes|json)$")]
+    vocab_size: Positive
+    end_token: Count  # stands behind each document
+    pieces: Annotated[tuple[BlobRef, ...], Meta(max_length=8)] = ()
+    # ^ tokenizer.json cut into frames of at most `frame_content_bytes_max`; `tokens` are a frame's bytes
+
+
+BYTES = TokenizerSpec(kind="bytes", vocab_size=256, end_token=0)
+
+
+class EvaluationSet(Struct, frozen=True):
+    """Held-out text. `text_bytes` are the UTF-8 bytes that its tokens stand for: bits per byte."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=limits.name_chars_max)]
+    shard: BlobRef
+    text_bytes: Positive
+
+
 class DataSpec(Struct, frozen=True):
-    tokenizer: Annotated[str, Meta(pattern="^bytes$")]
+    """Token shards, little-endian unsigned integers of `token_bytes` each, and what is held out.
+
+    The first evaluation set is a sample of the whole corpus, those that follow are of one source each.
+    """
+
+    tokenizer: TokenizerSpec
+    token_bytes: Annotated[int, Meta(ge=1, le=4)]  # 1, 2 or 4
     shards: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=100_000)]
-    evaluation: BlobRef
+    evaluations: Annotated[tuple[EvaluationSet, ...], Meta(min_length=1, max_length=16)]
+    window_shards: Annotated[int, Meta(ge=1, le=256)] = limits.data_window_shards
+    # ^ shards that a node reads at once (algorithm.md 8): fewer need less disk, more are better mixed
+
+    @property
+    def evaluation(self) -> BlobRef:
+        """The held-out shard of the whole corpus."""
+        return self.evaluations[0].shard
+
+    @property
+    def blobs(self) -> tuple[BlobRef, ...]:
+        """Everything of the run's data that travels: shards, evaluation sets, tokenizer."""
+        return (*self.shards, *(e.shard for e in self.evaluations), *self.tokenizer.pieces)
 
 
 class InnerSpec(Struct, frozen=True):
@@ -116,14 +154,6 @@ def outer_defaults(codec: str) -> dict[str, float]:
     return dict(SPARSE_OUTER) if codec.startswith("topk") else {}
 
 
-def outer_spec(fields: Mapping[str, Any]) -> OuterSpec:
-    """The outer loop of a new run: `fields` over the defaults of its codec.
-
-    Raises: TypeError: a field that does not exist.
-    """
-    return OuterSpec(**(outer_defaults(str(fields.get("codec", ""))) | dict(fields)))
-
-
 class CommitteeSpec(Struct, frozen=True):
     """Election and rotation (protocol.md 3, 4). Home-link defaults; the demo has its own timings."""
 
@@ -152,6 +182,21 @@ class Genesis(Struct, frozen=True):
         return merkle_root([Digest(c) for c in self.momentum])
 
 
+class Parent(Struct, frozen=True):
+    """A fork: whose certified version this run's version 0 is."""
+
+    run: Bytes32
+    version: Count
+    params_root: Bytes32
+
+
+class SampleSpec(Struct, frozen=True):
+    """Continuations that evaluators write, greedily, for people to read."""
+
+    prompts: Annotated[tuple[Annotated[str, Meta(max_length=400)], ...], Meta(max_length=4)] = ()
+    tokens: Annotated[int, Meta(ge=1, le=256)] = 48  # of each continuation
+
+
 class RunSpec(Struct, frozen=True):
     format: Positive
     math_version: Positive
@@ -170,6 +215,10 @@ class RunSpec(Struct, frozen=True):
     target_version: Count  # 0: none
     eval_every: Positive  # versions
     nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]  # two runs alike have two RunIds
+    evaluators_max: Annotated[int, Meta(ge=1, le=3)] = 3  # training voters that evaluate a version
+    samples: SampleSpec = SampleSpec()
+    origin: Annotated[str, Meta(max_length=120)] = ""  # of version 0: empty (initialised), or a folder's name
+    parent: Parent | None = None
 
     @property
     def tokens_per_inner_step(self) -> int:

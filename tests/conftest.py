@@ -11,9 +11,12 @@ import pytest
 from p2pdiloco.ids import PeerId, RunId, digest_of
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.run_spec import (
+    BYTES,
+    FORMAT,
     BlobRef,
     CommitteeSpec,
     DataSpec,
+    EvaluationSet,
     Genesis,
     InnerSpec,
     ModelSpec,
@@ -39,7 +42,7 @@ from p2pdiloco.wire.log import (
     Scalars,
     committee_digest,
 )
-from p2pdiloco.wire.messages import EvalReport, NodeReport
+from p2pdiloco.wire.messages import EvalReport, NodeReport, SetLoss
 
 RUN = RunId(digest_of(b"a made-up run"))
 WITNESS = PeerId(digest_of(b"witness"))
@@ -65,13 +68,16 @@ def peer_of(i: int) -> PeerId:
 def made_up_spec(*, admission: str = "local", target_tokens: int = 2_000_000, **changed: object) -> RunSpec:
     tensors = (TensorSpec("w", (870, 1000)),)
     fields = {
-        "format": 1,
+        "format": FORMAT,
         "math_version": 1,
         "name": "stdlib bytes",
         "owner_key": bytes(32),
-        "model": ModelSpec("llama", "1m", 256, 128, 384, 4, 4, 4, 128, True, tensors),
+        "model": ModelSpec("llama", "1m", b"{}", 256, 128, tensors),
         "data": DataSpec(
-            "bytes", (BlobRef(digest_of(b"s"), 4096, 4096),), BlobRef(digest_of(b"e"), 4096, 4096)
+            BYTES,
+            1,
+            (BlobRef(digest_of(b"s"), 4096, 4096),),
+            (EvaluationSet("all", BlobRef(digest_of(b"e"), 4096, 4096), 4096),),
         ),
         "inner": InnerSpec(20, 4.0, 8, 1e-3, 0.1, 1000, 10, 0.9, 0.95, 0.1, 1.0),
         "outer": OuterSpec(),
@@ -222,12 +228,25 @@ class FakeRun:
         self.now += 0.1
         self.entry(OwnerEntry(OwnerWord(kind, 1, value, b"", b""), bytes(32)))
 
-    def evaluated(self, loss: float, by: int | None = None, version: int | None = None) -> None:
-        """A report, by the chosen node unless another is named; of the newest version."""
+    def evaluated(
+        self,
+        loss: float,
+        by: int | None = None,
+        version: int | None = None,
+        *,
+        losses: Sequence[float] = (),
+        samples: Sequence[str] = (),
+    ) -> None:
+        """A report, by a chosen node unless another is named; of the newest version.
+
+        `losses`: of the sets behind the first. Raises: PeerError, as the builder does.
+        """
         version = self.version if version is None else version
-        order = self.builder.evaluators.order(version)
-        sender = peer_of(by) if by is not None else order[0] if order else peer_of(1)
-        self.builder.evaluated(sender, EvalReport(version, bytes(32), loss, 65536), when_unix=self.now)
+        chosen = self.builder.evaluators.chosen(version).chosen
+        sender = peer_of(by) if by is not None else chosen[0] if chosen else peer_of(1)
+        sets = tuple(SetLoss(x, 4096) for x in (loss, *losses))
+        report = EvalReport(version, bytes(32), sets, tuple(samples))
+        self.builder.evaluated(sender, report, when_unix=self.now)
 
     def lifelike(self, versions: int = 60) -> None:
         """Four nodes of mixed speed, a few events, an evaluation every fourth version."""

@@ -13,13 +13,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import cyclopts
-from cyclopts import App, Parameter, Token
+from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
-from p2pdiloco_node import __version__
+from p2pdiloco_node import __version__, cli_model, cli_run
+from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
 from p2pdiloco_node.config import USAGE, Loaded, NodeConfig, TrackerConfig, load, nearest
 
 # What a word without a flag most likely was meant for.
@@ -37,34 +38,13 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-run_app = App(name="run", help="Make a run: corpus and model become a signed RunSpec and data shards.")
+run_app = App(name="run", help="Make a run, look at one, and speak as its owner.")
 config_app = App(name="config", help="Look at settings.")
+cli_run.add_to(run_app)
 app.command(run_app)
 app.command(config_app)
-
-
-def _whole(_kind: Any, tokens: Sequence[Token]) -> int:
-    """Cyclopts would round: three and a half nodes are a slip, not four."""
-    try:
-        return int(tokens[0].value)
-    except ValueError:
-        raise ValueError(f"{tokens[0].value!r} is not a whole number") from None
-
-
-def _file_or_dash(_kind: Any, tokens: Sequence[Token]) -> str:
-    """A file's name, or `-` alone: another flag in its place is a slip."""
-    word = tokens[0].value
-    if word.startswith("-") and word != "-":
-        raise ValueError(f"a file's name or - is missing before {word}")
-    return word
-
-
-Whole = Annotated[int, Parameter(converter=_whole)]
-FileOrDash = Annotated[str | None, Parameter(converter=_file_or_dash, allow_leading_hyphen=True)]
-ConfigFile = Annotated[Path | None, Parameter(name="--config", help="TOML file with settings.")]
-Globs = Annotated[list[str] | None, Parameter(consume_multiple=True, negative_iterable=())]
-Words = Annotated[list[str] | None, Parameter(negative_iterable=())]
-Hidden = Annotated[bool | None, Parameter(show=False)]
+app.command(cli_model.export)
+app.command(cli_model.generate)
 
 
 @app.command
@@ -108,82 +88,6 @@ def demo(
     return run_demo(Options(nodes, outer_steps, inner_steps, corpus, chaos, headless, json, keep, seed))
 
 
-@run_app.command(name="new")
-def run_new(
-    *,
-    name: str,
-    model: str,
-    out: Path,
-    tokens: str = "20M",
-    data: Globs = None,
-    admission: Literal["open", "local"] = "open",
-    outer_steps: Whole = 0,
-    inner_steps: Whole | None = None,
-    pass_s: float | None = None,
-    codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
-    committee: Literal[1, 3, 5, 7] | None = None,
-    config: ConfigFile = None,
-) -> int:
-    """Make a run in a new folder, ready to be served by `p2pdiloco tracker --run DIR`.
-
-    Parameters
-    ----------
-    name:
-        The run's name, up to 32 characters.
-    model:
-        A preset: llama:tiny, llama:1m, llama:20m, llama:110m.
-    out:
-        The new folder (DIR).
-    tokens:
-        The run is over after so many tokens: a number, with K, M, G or T.
-    data:
-        Files to train on (a glob; may be given several times). Left out: Python's standard library.
-    admission:
-        Who may take part: open, or local (this machine or network; every node is trusted).
-    outer_steps:
-        End after so many versions, whatever the tokens; 0: by tokens alone.
-    inner_steps:
-        Inner steps of a pass (H).
-    pass_s:
-        Seconds from the first adoption in a pass to its end, if H steps are not taken before.
-    codec:
-        How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
-    committee:
-        Most seats that the committee may have.
-    """
-    import asyncio
-
-    from p2pdiloco_node.run_file import parse_tokens, read_run_file
-    from p2pdiloco_node.run_new import create_run
-
-    parts = read_run_file(config)
-    flags: dict[str, dict[str, object]] = {
-        "inner": {"inner_steps": inner_steps, "pass_s": pass_s},
-        "outer": {"codec": codec},
-        "committee": {"size_max": committee},
-    }
-    for part, values in flags.items():
-        parts[part] |= {key: value for key, value in values.items() if value is not None}
-    said = ""
-
-    def progress(what: str, _share: float) -> None:
-        nonlocal said
-        if what != said:
-            said = what
-            print(f"{what} ...", flush=True)
-
-    run = asyncio.run(
-        create_run(
-            name, model, data, parse_tokens(tokens), out, admission=admission, target_version=outer_steps,
-            progress=progress, inner=parts["inner"], outer=parts["outer"], committee=parts["committee"],
-        )
-    )  # fmt: skip
-    print(
-        f"Run {run.hex()}\nis ready in {out}. Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"
-    )
-    return 0
-
-
 @app.command
 def tracker(
     *,
@@ -191,6 +95,9 @@ def tracker(
     listen: str | None = None,
     public_url: str | None = None,
     archive_bytes_max: Whole | None = None,
+    checkpoints: Whole | None = None,
+    tensorboard: str | None = None,
+    wandb: str | None = None,
     log_level: Literal["debug", "info", "warning", "error"] | None = None,
     config: ConfigFile = None,
     die_with_parent: Hidden = None,
@@ -207,6 +114,12 @@ def tracker(
         Address to print in the join line, where nodes reach the tracker under another one.
     archive_bytes_max:
         Most bytes of merged deltas that the witness keeps for verification.
+    checkpoints:
+        Newest versions offered for download, each as large as the model in float32; 0: none.
+    tensorboard:
+        Write the run's curves and samples into this folder, for TensorBoard.
+    wandb:
+        Send them to this project of Weights & Biases.
     log_level:
         How much is logged.
     """
@@ -227,8 +140,14 @@ def node(
     device: str | None = None,
     threads: Whole | None = None,
     micro_batch: Whole | None = None,
+    checkpointing: Literal["auto", "on", "off"] | None = None,
+    offload: Literal["auto", "none", "anchor", "moments"] | None = None,
+    compile_: Annotated[bool | None, Parameter(name="--compile")] = None,
+    data_disk: str | None = None,
     keep_deltas: bool | None = None,
     stay: bool | None = None,
+    tensorboard: str | None = None,
+    wandb: str | None = None,
     log_level: Literal["debug", "info", "warning", "error"] | None = None,
     config: ConfigFile = None,
     die_with_parent: Hidden = None,
@@ -254,17 +173,30 @@ def node(
     threads:
         CPU threads of the trainer.
     micro_batch:
-        Sequences per forward pass; 0: as many as an inner step has. Less needs less memory.
+        Sequences per forward pass; 0: as many as fit well in memory. Less needs less of it.
+    checkpointing:
+        Compute activations twice to keep fewer of them: auto, on, off.
+    offload:
+        What lies in host memory instead of the GPU's: auto, none, anchor, moments (these and the anchor).
+    compile_:
+        Compile the losses with torch.compile: faster on GPUs after a minute or two.
+    data_disk:
+        Most that the run's data may take on disk, such as 20GB. A corpus that is larger is read in windows.
     keep_deltas:
         Keep every delta on disk, so that `p2pdiloco verify` can start at version 0 here.
     stay:
         When the run is over, keep serving it instead of ending.
+    tensorboard:
+        Write this node's curves and samples into this folder, for TensorBoard.
+    wandb:
+        Send them to this project of Weights & Biases.
     log_level:
         How much is logged.
     """
     from p2pdiloco_node.daemon import run_node
 
-    return run_node(_node_config(config, locals()).values)
+    flags = locals() | {"compile": compile_}
+    return run_node(_node_config(config, flags).values)
 
 
 @app.command

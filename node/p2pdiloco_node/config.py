@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,7 +29,15 @@ LAB_COMPILE = f"{PREFIX}LAB_COMPILE"  # whether the lab compiles its inner step:
 USAGE, SETTINGS = 2, 3  # exit codes (docs/exit-codes.md)
 WORDS_ALLOWED = {  # for people, instead of the patterns below
     "device": "give auto, cpu, cuda or cuda:N (N counts this machine's GPUs from 0)",
+    "checkpointing": "give auto, on or off",
+    "offload": "give auto, none, anchor or moments",
     "log_level": "give debug, info, warning or error",
+}
+
+
+SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]i?B)", re.IGNORECASE)
+SIZE_UNITS = {f"{letter}B": 1000 ** (n + 1) for n, letter in enumerate("KMGT")} | {
+    f"{letter}IB": 1024 ** (n + 1) for n, letter in enumerate("KMGT")
 }
 
 
@@ -45,9 +54,15 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peers: tuple[str, ...] | None = None  # HOST:PORT of nodes to ask when no tracker answers
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     threads: Annotated[int, Meta(ge=1, le=256)] = 1  # of the trainer on a CPU
-    micro_batch: Annotated[int, Meta(ge=0, le=65536)] = 0  # sequences per forward pass; 0: whole batch
+    micro_batch: Annotated[int, Meta(ge=0, le=65536)] = 0  # sequences per forward pass; 0: as fits
+    checkpointing: Annotated[str, Meta(pattern="^(auto|on|off)$")] = "auto"  # activations computed twice
+    offload: Annotated[str, Meta(pattern="^(auto|none|anchor|moments)$")] = "auto"  # to host memory
+    compile: bool = False  # torch.compile; on GPUs faster after a minute or two
+    data_disk: str = "64GiB"  # most that the run's data may take on disk, opened shards included
     keep_deltas: bool = False  # keep every delta, so that `verify` can start at version 0
     stay: bool = False  # when the run is over, keep serving it instead of ending
+    tensorboard: str = ""  # folder for TensorBoard's files; empty: none
+    wandb: str = ""  # project of Weights & Biases; empty: none
     log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$")] = "info"
     die_with_parent: bool = False  # end when the process that started this one ends (used by the demo)
 
@@ -59,6 +74,9 @@ class TrackerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = "127.0.0.1:7474"  # HOST:PORT
     public_url: str = ""  # address to print in the join line, if not as it seems
     archive_bytes_max: Annotated[int, Meta(ge=0, le=2**50)] = 4096 * limits.MIB  # delta blobs kept
+    checkpoints: Annotated[int, Meta(ge=0, le=limits.checkpoints_kept)] = 3  # offered for download
+    tensorboard: str = ""  # as for a node
+    wandb: str = ""
     log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$")] = "info"
     die_with_parent: bool = False
 
@@ -195,6 +213,15 @@ def parse_join(text: str) -> JoinLink:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     port = port or (443 if parts.scheme == "https" else 80)
     return JoinLink(f"{parts.scheme}://{host}:{port}", run)
+
+
+def parse_size(text: str, what: str) -> int:
+    """`20GB`, `500MB`, `1.5TiB`: bytes. Raises: OperatorError (usage)."""
+    found = SIZE.fullmatch(text.strip())
+    unit = SIZE_UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or not 0 < float(found[1]) * unit <= 2**60:
+        raise OperatorError(f"{what} {text!r} is not a size: write it like 20GB or 500MB.", USAGE)
+    return int(float(found[1]) * unit)
 
 
 def parse_peers(peers: tuple[str, ...] | None) -> list[HostPort]:

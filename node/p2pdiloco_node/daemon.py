@@ -12,7 +12,8 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,26 +23,40 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import PeerId, short
 from p2pdiloco.protocol import events as fact
-from p2pdiloco.run_spec import BlobRef, spec_bytes_of
-from p2pdiloco.wire.messages import EvalReport, Goodbye
+from p2pdiloco.run_spec import RunSpec, spec_bytes_of
+from p2pdiloco.wire.messages import EvalReport, Goodbye, SetLoss
 from p2pdiloco_node import __version__
 from p2pdiloco_node.announcer import Announcer
-from p2pdiloco_node.config import HostPort, JoinLink, NodeConfig, parse_address, parse_join, parse_peers
+from p2pdiloco_node.config import (
+    HostPort,
+    JoinLink,
+    NodeConfig,
+    parse_address,
+    parse_join,
+    parse_peers,
+    parse_size,
+)
 from p2pdiloco_node.contact import NETWORK, Refused, fetch_peers
+from p2pdiloco_node.data_room import shards_of
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.joining import check_named, find_run
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.narrator import Narrator
 from p2pdiloco_node.participant import Participant, Setting
-from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.tracked import OfNode, about_run
+from p2pdiloco_node.tracking import About, Tracking, Wanted
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
+from p2pdiloco_node.training.families import open_config
+from p2pdiloco_node.training.frames import TrainerSettings
+from p2pdiloco_node.training.machine import this_machine
+from p2pdiloco_node.training.memory_plan import MemoryPlan, check, in_words, plan_memory, wishes_of
+from p2pdiloco_node.training.shard_plan import check_quota
 from p2pdiloco_node.training.supervisor import Supervisor
-from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.transport.http_session import make_session
 
 log = logging.getLogger("p2pdiloco.node")
@@ -76,6 +91,9 @@ class Daemon:
         self._peers = parse_peers(config.peers)
         self._listen = parse_address(config.listen, "--listen") if config.listen else None
         self._advertise = [parse_address(a, "--advertise") for a in config.advertise]
+        self._quota = parse_size(config.data_disk, "--data-disk")
+        self._wanted = Wanted(config.tensorboard, config.wandb)
+        self._wanted.check()
         self._root = Path(config.data_dir).expanduser()
         check_named(self._root, self._join, self._peers)
         self._stack = AsyncExitStack()
@@ -104,7 +122,7 @@ class Daemon:
         self._session = await self._stack.enter_async_context(
             make_session(connections_max=8, per_host_max=0, build=__version__)
         )
-        found = await find_run(self._data, self._session, self._join, self._peers)
+        found = await find_run(self._data, self._session, self._join, self._peers, fits=self._fits)
         self._spec, self._run = found.spec, found.run
         self._folder = self._data.run_folder(found.run)
         self._name = config.name or f"node-{short(signer.peer_id)[:4]}"
@@ -127,12 +145,19 @@ class Daemon:
             role="node",
             listen=self._address_to_listen(found.link),
             keeps_all=config.keep_deltas,
+            data_bytes_max=self._quota,
         )
         self.participant = await self._stack.enter_async_context(self._participant(setting))
         note_address(self._stack, self._data.root, self.participant.listener, setting.listen.host)
         self._keep_port()
         participant = self.participant
         participant.own_record = participant.peer_record(self._name, self._advertise)
+        about = About(f"{found.spec.name}-{self._name}", self._data.root, about_run(found.spec))
+        tracking = await self._stack.enter_async_context(
+            Tracking(self._wanted, about, say=self.telemetry.say)
+        )
+        self._tracked = OfNode(found.spec, participant.me, tracking.add, time.time)
+        self.telemetry.on_installed = self._tracked.installed
         self.announcer = Announcer(
             self._session,
             [found.link.url] if found.link else [],
@@ -152,6 +177,35 @@ class Daemon:
             short(signer.peer_id),
             participant.listener.port,
         )
+
+    async def _fits(self, spec: RunSpec, folder: Path) -> None:
+        """What this node will need, said before anything is fetched (scenario R5). Raises: OperatorError."""
+        open_config(spec.model.family, spec.model.config)
+        check_quota(spec.data, self._quota)
+
+        def plan() -> MemoryPlan:
+            machine = this_machine(self.config.device, self._data.root)
+            # What of this run lies here already needs no room any more.
+            kept = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+            machine = machine._replace(disk_bytes=machine.disk_bytes + kept)
+            wishes = wishes_of(self.config)._replace(data_disk=self._quota)
+            return plan_memory(spec, machine, wishes)
+
+        made = await asyncio.to_thread(plan)
+        log.info("Run %s needs on this machine, at most:\n%s", spec.name, "\n".join(in_words(made)))
+        check(made, spec.name)
+        self._plan = made
+
+    def _trainer_settings(self) -> TrainerSettings:
+        """On a CPU as planned, before this daemon took its part of the RAM; a GPU is the trainer's to ask."""
+        config = self.config
+        asked = TrainerSettings(
+            config.device, config.micro_batch, config.checkpointing, config.offload, config.compile
+        )
+        if self._plan.machine.gpu_bytes is not None:
+            return asked
+        on_or_off = "on" if self._plan.checkpointing else "off"
+        return asked._replace(micro_batch=self._plan.micro_batch, checkpointing=on_or_off)
 
     @property
     def _witness(self) -> PeerId:
@@ -204,7 +258,7 @@ class Daemon:
         self.telemetry.why = "asking for the addresses of other nodes"
         await self._meet()
         participant = self.participant
-        if not await self._while_staying(participant.fetch_genesis()):
+        if not await self._while_staying(participant.run_blobs.fetch_genesis()):
             return 0
         await participant.open_state()
         await self._make_desk()
@@ -217,14 +271,15 @@ class Daemon:
                 group.create_task(work)
                 for work in (
                     self.desk.run(),
-                    self._prepare_data(),
+                    self._begin_training(),
                     self._leave_when_asked(),
                     self._leave_when_over(),
                 )
             ]
             self._training = group.create_task(self._train(over=over))
+            self._keeping_data = group.create_task(self._keep_data(over=over))
             await participant.live()
-            for task in (*tasks, *self._talk, self._training):
+            for task in (*tasks, *self._talk, self._training, self._keeping_data):
                 task.cancel()
         return 0
 
@@ -301,8 +356,7 @@ class Daemon:
             self.telemetry,
             put=self._put,
             on_evaluated=self._evaluated,
-            device=self.config.device,
-            micro_batch=self.config.micro_batch,
+            settings=self._trainer_settings(),
         )
         checkpoints = MomentsCheckpoints(folders["moments"], write_durably)
         self._supervisor = Supervisor(
@@ -315,37 +369,34 @@ class Daemon:
             device=self.config.device,
         )
         self.desk.attach(self._supervisor)
+        self.desk.on_stepped = self._tracked.stepped
+        self.shards = shards_of(
+            participant, quota=self._quota, others=self._plan.disk_of_others, cursor=self._contributor.cursor
+        )
+        self.shards.changed = self._supervisor.shards_changed
+        self.desk.follow(self.shards)
 
     async def _train(self, *, over: bool) -> None:
         """`over`: the run was over before this life; there is nothing to train or evaluate."""
         if not over:
             await self._supervisor.run()
 
+    async def _keep_data(self, *, over: bool) -> None:
+        if not over:
+            await self.shards.run()
+
     def _put(self, event: fact.Event) -> None:
         if self.participant.driver is not None:
             self.participant.driver.put(event)
 
-    async def _prepare_data(self) -> None:
-        """The run's data, then wait until this node has what the swarm has; then the trainer may begin."""
-        data = self._spec.data
-        shards = [*data.shards, data.evaluation]
-        await self.participant.fetch_all(shards, Purpose.SHARD)
-        here = await asyncio.to_thread(self._open_tokens, shards)
-        log.info("The run's data is here: %d of %d shards.", len(shards), len(shards))
+    async def _begin_training(self) -> None:
+        """When there is something to train on and this node has what the swarm has."""
+        await self.shards.ready.wait()
         self.telemetry.state, self.telemetry.why = "syncing", "catching up with the swarm"
         while not self.participant.caught_up():  # noqa: ASYNC110 - rare, and time is part of it
             await asyncio.sleep(CATCH_UP_POLL_S)
         self.telemetry.why = "the trainer starts"
-        self.desk.data_is_here(here[:-1], here[-1])
-
-    def _open_tokens(self, shards: Sequence[BlobRef]) -> list[Path]:
-        folder, files = self._folder / "tokens", self._data.files
-        make_folder(files, folder)
-
-        def write(path: Path, data: bytes, /) -> None:
-            replace_file(files, path, data)
-
-        return open_token_files(shards, self.participant.blobs.read, folder, write)
+        self.desk.may_train()
 
     async def _report(self) -> None:
         """What this node says of itself, for the page."""
@@ -353,19 +404,23 @@ class Daemon:
         while True:
             traffic = self.participant.client.traffic
             version = self.participant.brain_view().version
-            down = traffic.down - self.participant.setup_bytes  # the page compares training traffic
+            # The page compares the traffic of training.
+            down = traffic.down - self.participant.run_blobs.bytes_fetched
             report = self.telemetry.report(version, bytes_up=traffic.up, bytes_down=max(0, down))
             await self.participant.client.send(self._witness, report)
             await asyncio.sleep(REPORT_S if local else limits.announce_interval_s)
 
     def _evaluated(self, evaluation: Evaluation) -> None:
+        found = evaluation.found
+        self._tracked.evaluated(found)
         log.info(
             "version %d: held-out loss %.4f on %d tokens",
-            evaluation.version,
-            evaluation.loss,
-            evaluation.tokens,
+            found.version,
+            found.losses[0],
+            found.tokens[0],
         )
-        report = EvalReport(evaluation.version, evaluation.state_root, evaluation.loss, evaluation.tokens)
+        sets = tuple(SetLoss(loss, tokens) for loss, tokens in zip(found.losses, found.tokens, strict=True))
+        report = EvalReport(found.version, evaluation.state_root, sets, found.samples)
         task = asyncio.get_running_loop().create_task(self._say_evaluation(report))
         self._saying.add(task)
         task.add_done_callback(self._saying.discard)
@@ -394,6 +449,7 @@ class Daemon:
     async def _leave_when_over(self) -> None:
         """The run is over: stay for those who still follow, then leave; the model stays on disk."""
         await self.desk.over.wait()
+        self._keeping_data.cancel()  # what is here is served; nobody needs more
         version = self.participant.brain_view().version
         log.info("The model of version %d stays in %s.", version, self._folder)
         if self.config.stay:

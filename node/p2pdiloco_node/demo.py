@@ -183,7 +183,7 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
     run = await create_run(
         "demo", MODEL, options.corpus, 2**40, out, owner_key=owner, admission="local",
         target_version=versions, eval_every=max(2, versions // 6), committee=TIMINGS, seed=options.seed,
-        tune=tune, progress=view.progress,
+        tune=tune, told=view,
     )  # fmt: skip
     _, spec = open_run_spec((out / SPEC_FILE).read_bytes(), verify_ed25519, expected=run)
     return run, spec

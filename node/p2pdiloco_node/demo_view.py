@@ -19,7 +19,6 @@ from p2pdiloco_node.demo_swarm import Daemon, Swarm
 
 LINE_EVERY_S = 10.0
 SAID_KEPT = 6
-PROGRESS_SAID_AT = (0.0, 1.0)
 
 
 class View(Protocol):
@@ -27,8 +26,8 @@ class View(Protocol):
         """One sentence."""
         ...
 
-    def progress(self, what: str, share: float) -> None:
-        """While the run is made: what is going on, and how much of it is done (0 to 1)."""
+    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
+        """While the run is made: what is going on, and how much of it is done, in a unit."""
         ...
 
     def page(self, url: str) -> None: ...
@@ -57,10 +56,11 @@ class PlainView:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._began:5.1f} s] {text}", flush=True)
 
-    def progress(self, what: str, share: float) -> None:  # noqa: ARG002 - lines do not show shares
+    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:  # noqa: ARG002
+        # Lines do not show shares: the demo's corpus is small.
         if what != self._what:
             self._what = what
-            self.say(what)
+            self.say(f"{what} ...")
 
     def page(self, url: str) -> None:
         self.say(f"The run's page: {url}/")
@@ -90,8 +90,8 @@ class LiveView:
     def say(self, text: str) -> None:
         self._said = [*self._said, text][-SAID_KEPT:]
 
-    def progress(self, what: str, share: float) -> None:
-        self._doing = f"{what} {share:.0%}" if share not in PROGRESS_SAID_AT else what
+    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
+        self._doing = f"{what} {done / total:.0%}" if unit and 0 < done < total else what
 
     def page(self, url: str) -> None:
         self._page = f"{url}/"

@@ -9,10 +9,11 @@ and durable first, then a `PassFinished` for the rules.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -29,6 +30,8 @@ from p2pdiloco_node.training.arrays import read_array
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.supervisor import Beginning, Supervisor, Told, TrainerDown
 
+log = logging.getLogger("p2pdiloco.node")
+
 
 class State(NamedTuple):
     """A certified state that the trainer may stand on."""
@@ -40,12 +43,29 @@ class State(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Held-out loss of a certified state, measured here."""
+    """Held-out losses of a certified state and what it writes, as this node's trainer found."""
 
-    version: int
     state_root: Digest
-    loss: float  # nats per token
-    tokens: int
+    found: frames.Evaluated
+
+
+class TrainingData(Protocol):
+    """The run's data on this disk, and what they are told of the trainer (shards.py)."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """One for each shard of the RunSpec, whether its file is there or not."""
+        ...
+
+    @property
+    def evaluation_paths(self) -> Sequence[Path]: ...
+    @property
+    def tokenizer_paths(self) -> Sequence[Path]: ...
+    def at(self, cursor: int) -> None: ...
+    def passed(self, cursor: int) -> None: ...
+    def missed(self, shards: Sequence[int]) -> None: ...
+    def evaluation_failed(self) -> None: ...
+    def trainer_failed(self) -> None: ...
 
 
 class _Settle(NamedTuple):
@@ -95,8 +115,7 @@ class TrainerDesk:
         *,
         put: Callable[[fact.Event], object],
         on_evaluated: Callable[[Evaluation], None],
-        device: str,
-        micro_batch: int,
+        settings: frames.TrainerSettings,
     ) -> None:
         """`state`: what this life starts from. `put` queues an event for the rules."""
         self._spec_bytes = spec_bytes
@@ -107,25 +126,27 @@ class TrainerDesk:
         self._telemetry = telemetry
         self._put = put
         self._on_evaluated = on_evaluated
-        self._device = device
-        self._micro_batch = micro_batch
+        self._settings = settings
         self._supervisor: Supervisor | None = None
         self._orders: deque[_Order] = deque()
         self._ordered = asyncio.Event()
-        self._shards: Sequence[Path] = ()
-        self._evaluation_shard = Path()
+        self._data: TrainingData | None = None
         self._may_train = asyncio.Event()
         self._known_sequence = contributor.next_sequence - 1
         self._reset = False  # owed by an adoption that was overtaken
         self._roots: dict[int, Digest] = {}  # versions under evaluation
         self.over = asyncio.Event()
+        self.on_stepped: Callable[[frames.Stepped], None] | None = None
 
     def attach(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    def data_is_here(self, shards: Sequence[Path], evaluation: Path) -> None:
-        """Every shard is on this disk: the trainer may begin."""
-        self._shards, self._evaluation_shard = shards, evaluation
+    def follow(self, data: TrainingData) -> None:
+        """Tell the trainer of its data and them of the trainer, from here on."""
+        self._data = data
+
+    def may_train(self) -> None:
+        """There is something to train on, and this node has what the swarm has."""
         self._may_train.set()
 
     @property
@@ -218,28 +239,35 @@ class TrainerDesk:
     async def begin(self) -> Beginning:
         """What a fresh trainer starts from; waits for the data."""
         await self._may_train.wait()
-        state = self._state
+        state, data = self._state, self._data
+        assert data is not None, "followed"
         view = await asyncio.to_thread(self._contributor.view, state.params)
         configure = frames.Configure(
             spec=self._spec_bytes,
             peer=self._peer,
-            shards=tuple(str(path) for path in self._shards),
-            evaluation=str(self._evaluation_shard),
+            shards=tuple(map(str, data.paths)),
+            evaluations=tuple(map(str, data.evaluation_paths)),
+            tokenizer=tuple(map(str, data.tokenizer_paths)),
             exchange="",
             cursor=self._contributor.cursor,
             next_sequence=0,
-            device=self._device,
-            micro_batch=self._micro_batch,
+            **self._settings._asdict(),
         )
         return Beginning(configure, state.version, state.clock, state.target_tokens, view)
 
     async def trainer_said(self, told: Told) -> None:
-        telemetry = self._telemetry
+        telemetry, data = self._telemetry, self._data
+        assert data is not None, "followed"
         match told:
-            case frames.Configured(device):
+            case frames.Configured(device, _, how):
                 telemetry.begins(device)
+                for sentence in how:
+                    log.info("The trainer: %s", sentence)
             case frames.Stepped(step, _, loss, tokens_per_s, gap_s, version):
                 telemetry.stepped(step, loss, tokens_per_s, gap_s, version)
+                data.at(told.cursor)
+                if self.on_stepped is not None:
+                    self.on_stepped(told)
             case frames.PassDone():
                 await self._pass_done(told)
             case frames.Waiting(why):
@@ -249,21 +277,26 @@ class TrainerDesk:
                     "trainer", f"A {what} that is not finite at inner step {step}: back to the anchor."
                 )
                 self._put(fact.TrainerNotFinite())
-            case frames.Evaluated(version, loss, tokens):
+            case frames.Evaluated(version):
                 root = self._roots.pop(version, None)
                 telemetry.evaluating = bool(self._roots)
+                if told.why:
+                    telemetry.say("data", f"Version {version} writes no samples here: {told.why}")
                 if root is not None:
-                    self._on_evaluated(Evaluation(version, root, loss, tokens))
+                    self._on_evaluated(Evaluation(root, told))
             case frames.NotEvaluated(version, why):
                 self._roots.pop(version, None)
                 telemetry.evaluating = bool(self._roots)
                 telemetry.say("data", f"Version {version} is not evaluated here: {why}")
+                data.evaluation_failed()
             case frames.ShardsMissing(shards, why):
                 telemetry.say("data", _missing_words(shards, why))
+                data.missed(shards)
             case TrainerDown(why, retry_s, braked):
                 self._roots.clear()
                 telemetry.evaluating = False
                 telemetry.trainer_down(why, retry_s, braked=braked)
+                data.trainer_failed()
             case frames.Ready() | frames.Saved() | frames.Failed():
                 pass  # Failed is followed by TrainerDown, which says it
 
@@ -293,10 +326,15 @@ class TrainerDesk:
             return
         self._put(fact.PassFinished(header))
         self._telemetry.pass_sent()
+        if self._data is not None:
+            self._data.passed(done.data_first + done.data_count)
+        if done.evenness:
+            mean, least = sum(done.evenness) / len(done.evenness), min(done.evenness)
+            log.info("Experts are used evenly to %.3f, in the least even layer to %.3f.", mean, least)
 
 
 def _missing_words(shards: Sequence[int], why: str) -> str:
     if not shards:
-        return "Every data shard can be read again."
+        return "Every data shard that is read now is here."
     named = ", ".join(map(str, shards[:8])) + (" and more" if len(shards) > 8 else "")
     return f"Training goes on without data shard {named} until it is there again. {why}".strip()

@@ -95,6 +95,10 @@ class Watcher(Protocol):
     """Whoever shows to people what happens here: log, status, page."""
 
     def installed(self, action: do.InstallEntry) -> None: ...
+    def cut(self, index: int) -> None:
+        """The entries after `index` are gone; others take their places."""
+        ...
+
     def say(self, kind: str, text: str) -> None: ...
     def run_ended(self, version: int) -> None: ...
 
@@ -205,6 +209,12 @@ class Driver:
                 await self._in(self._saves, self._ports.journal.save_record, action.record)
             elif isinstance(action, do.SaveEntries):
                 await self._in(self._saves, self._ports.journal.append_entries, action.entries)
+            elif isinstance(action, do.CutLog):
+                # In the state lane, behind every install that came before, and before the log: a start never
+                # finds a state of what was cut off.
+                await self._in(self._state, self._ports.keeper.cut, action.index)
+                await self._in(self._saves, self._ports.journal.cut, action.index)
+                self._ports.watcher.cut(action.index)
             elif isinstance(action, do.Send):
                 await self._ports.transport.send(action.peer, action.message)
             else:
@@ -214,6 +224,8 @@ class Driver:
         """Everything that does not hold up what follows."""
         ports = self._ports
         match action:
+            case do.EnterEpoch(epoch):
+                ports.transport.enter_epoch(epoch)
             case do.RememberPeer(peer, sealed):
                 ports.transport.remember(peer, sealed)
             case do.UploadDelta():
@@ -250,7 +262,7 @@ class Driver:
                 self._left.set()
             case do.SettleDelta() | do.AdoptState() | do.AllowPasses() | do.EvaluateState():
                 self._own_work(action)
-            case do.SaveRecord() | do.SaveEntries() | do.Send():
+            case do.SaveRecord() | do.SaveEntries() | do.CutLog() | do.Send():
                 raise AssertionError(f"{action} is performed in order")
             case _:
                 assert_never(action)
@@ -383,7 +395,7 @@ class Driver:
 
         async def one(chunk: Digest) -> None:
             async with slots:
-                await fetch(chunk, limits.chunk_bytes, action.donors, Purpose.SNAPSHOT)
+                await fetch(chunk, limits.chunk_bytes_max, action.donors, Purpose.SNAPSHOT)
 
         wanted = [Digest(c) for c in dict.fromkeys((*offer.params, *offer.momentum))]
         failures = await asyncio.gather(*(one(chunk) for chunk in wanted), return_exceptions=True)

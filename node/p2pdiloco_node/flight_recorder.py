@@ -68,8 +68,10 @@ def read_flight(path: Path) -> Iterator[Recorded]:
 def _encode(now: float, event: Event) -> bytes:
     if isinstance(event, MessageReceived):
         message = [type(event.message).__name__, encode(event.message)]
-        fields = {"sender": event.sender, "key": event.key, "boot": event.boot, "sealed": event.sealed}
-        plain: object = {**fields, "message": message}
+        plain: object = {
+            "sender": event.sender, "key": event.key, "boot": event.boot, "sealed": event.sealed,
+            "epoch": event.epoch, "message": message,
+        }  # fmt: skip
     else:
         plain = msgspec.to_builtins(event, builtin_types=(bytes,))
     return bytes(msgpack.packb([now, type(event).__name__, plain], use_bin_type=True))

@@ -6,8 +6,7 @@ The RunId is pinned on first use: a folder that has been in a run asks nobody wh
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from p2pdiloco_node.storage.files import make_folder, replace_file
 log = logging.getLogger("p2pdiloco.node")
 SPEC_FILE = "spec.bin"
 LINK_FILE = "join"
-RESOURCES = 6  # exit code
 
 
 class Found(NamedTuple):
@@ -38,11 +36,19 @@ class Found(NamedTuple):
 
 
 async def find_run(
-    data: DataDir, session: aiohttp.ClientSession, join: JoinLink | None, peers: Sequence[HostPort]
+    data: DataDir,
+    session: aiohttp.ClientSession,
+    join: JoinLink | None,
+    peers: Sequence[HostPort],
+    *,
+    fits: Callable[[RunSpec, Path], Awaitable[None]],
 ) -> Found:
     """From disk where this node has been in it before, else from the tracker or the peers named.
 
-    Raises: OperatorError: nobody answers, another run or version, no room on the disk.
+    `fits` is asked about the run and its folder (which may not be there yet) before anything of the run is
+    written or fetched.
+
+    Raises: OperatorError: nobody answers, another run or version; what `fits` raises.
     """
     kept = _kept_link(data.root)
     link = join or kept
@@ -52,11 +58,12 @@ async def find_run(
     here = _kept_run(data, wanted) if wanted is not None else None
     if wanted is None or here is None:
         run, spec, signed = await _ask(session, link, peers, wanted)
-        _check_room(data, spec)
+        await fits(spec, data.run_folder(run))
         make_folder(data.files, data.run_folder(run))
         replace_file(data.files, data.run_folder(run) / SPEC_FILE, signed)
     else:
         run, (spec, signed) = wanted, here
+        await fits(spec, data.run_folder(run))
     if link is not None and (kept is None or (link.url, run) != kept):
         log.info("The run is %s (%s): pinned in %s from now on.", spec.name, run.hex(), data.root)
         replace_file(data.files, data.root / LINK_FILE, f"{link.url}/#{run.hex()}\n".encode())
@@ -104,19 +111,3 @@ async def _ask(
         "runs.",
         NETWORK,
     )
-
-
-def _check_room(data: DataDir, spec: RunSpec) -> None:
-    """Before anything large is fetched: does this run fit on the disk?"""
-    # As they travel, to be served, and opened for the trainer.
-    shards = sum(s.size + s.tokens for s in (*spec.data.shards, spec.data.evaluation))
-    array_bytes = 4 * spec.model.params
-    needed = shards + 16 * array_bytes  # states, snapshots, checkpoints of moments, deltas in flight
-    disk = os.statvfs(data.root)
-    free = disk.f_bavail * disk.f_frsize
-    if free < needed:
-        raise OperatorError(
-            f"This run needs about {needed / 2**20:,.0f} MiB in {data.root}, and {free / 2**20:,.0f} MiB are "
-            "free: make room, or name another folder with --data-dir.",
-            RESOURCES,
-        )

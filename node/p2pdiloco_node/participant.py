@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-import psutil
 from aiohttp import web
 
 from p2pdiloco import limits
@@ -27,12 +26,13 @@ from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.context import Identity, Restored
 from p2pdiloco.protocol.node import Node
-from p2pdiloco.run_spec import BlobRef, RunSpec
+from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.status.read_model import to_json
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import Opened
 from p2pdiloco.wire.log import Entry, OuterStep, open_body
 from p2pdiloco.wire.messages import (
+    OF_AN_EPOCH,
     PASSED_ON,
     DeltaHeader,
     DeltaReceipt,
@@ -41,6 +41,8 @@ from p2pdiloco.wire.messages import (
     Outcome,
     PeerRecord,
     Peers,
+    SnapshotOffer,
+    StateShown,
 )
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
 from p2pdiloco_node import __version__
@@ -49,22 +51,23 @@ from p2pdiloco_node.driver import Desk, Driver, Ports
 from p2pdiloco_node.flight_recorder import FlightRecorder
 from p2pdiloco_node.heads import Heads
 from p2pdiloco_node.held_deltas import HeldDeltas
+from p2pdiloco_node.hosts import names_loopback, reachable_hosts
 from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.run_blobs import RunBlobs
 from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.address_book import DiskAddressBook
-from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.storage.blob_store import BUDGETS, DiskBlobStore
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.journal import DiskJournal
 from p2pdiloco_node.telemetry import BrainView, Telemetry
 from p2pdiloco_node.transport.answers import remote_ip
 from p2pdiloco_node.transport.client import Client
 from p2pdiloco_node.transport.listener import Listener
+from p2pdiloco_node.transport.readers import ReaderRoutes
 from p2pdiloco_node.transport.server import Server
 
 log = logging.getLogger("p2pdiloco.node")
-DONORS_TRIED_MAX = 16
-RETRY_S = 1.0  # between tries to get the run's data
 
 
 class Setting(NamedTuple):
@@ -79,6 +82,7 @@ class Setting(NamedTuple):
     listen: HostPort
     also: tuple[Path, ...] = ()  # folders of blobs that are served and never changed
     keeps_all: bool = False  # keep deltas that the rules no longer need
+    data_bytes_max: int = limits.shard_store_bytes_max  # of the run's data (--data-disk)
 
 
 class Participant:
@@ -96,7 +100,6 @@ class Participant:
         self.driver: Driver | None = None
         self.server: Server | None = None
         self._head: bytes | None = None
-        self.setup_bytes = 0  # fetched in this life before training: shards and version 0
         self.heads = Heads(setting.signer.peer_id, time.monotonic)
         self._trusted: tuple[int, frozenset[bytes]] = (-1, frozenset())  # version, who has trust then
         # What a tracker adds: True if the message was for it alone.
@@ -105,6 +108,10 @@ class Participant:
     @property
     def me(self) -> PeerId:
         return self.setting.signer.peer_id
+
+    @property
+    def epoch(self) -> int:
+        return self.node.epoch if self.node is not None else 0
 
     async def __aenter__(self) -> Self:
         """Files, port and client. Raises: OperatorError."""
@@ -135,7 +142,8 @@ class Participant:
         self.record = self.journal.load_record()
         self.entries = self.journal.load_entries()
         self.boot = self.journal.next_boot()
-        self.blobs = DiskBlobStore(setting.folder / "blobs", self.files, also=setting.also)
+        budgets = {**BUDGETS, Purpose.SHARD: setting.data_bytes_max}
+        self.blobs = DiskBlobStore(setting.folder / "blobs", self.files, budgets=budgets, also=setting.also)
         self.held = HeldDeltas(setting.folder / "held", self.files)
         self.book = DiskAddressBook(setting.folder / "peers", setting.run, verify_ed25519, self.files)
         self._stack.callback(self.blobs.close)
@@ -156,11 +164,16 @@ class Participant:
             health=self._health,
             known=self._knows,
             local=setting.spec.admission == "local",
-            donors=lambda _digest: self.donors()[:8],
+            donors=lambda _digest: self.run_blobs.donors()[:8],
         )
         app = server.app()
         app.add_routes([web.get("/v1/peers", self._get_peers), web.get("/v1/status", self._get_status)])
-        app.add_routes(self._more_routes)
+        app.add_routes([web.get("/v1/state", self._get_state)])
+        readers = ReaderRoutes(
+            setting.run, setting.folder / "journal" / "log", self._shown, server.traffic,
+            local=setting.spec.admission == "local",
+        )  # fmt: skip
+        app.add_routes([*readers.routes(), *self._more_routes])
         self.listener = await self._stack.enter_async_context(
             Listener(app, setting.listen.host, setting.listen.port)
         )
@@ -175,12 +188,17 @@ class Participant:
                 blobs=self.blobs,
                 on_not_sent=lambda peer, _why: self._put(fact.MessageNotSent(peer)),
                 on_failure=self._failed,
+                on_met=lambda peer: self._put(fact.PeerMet(peer)),
                 local=setting.spec.admission == "local",
                 own=frozenset((host, self.listener.port) for host in hosts),
                 traffic=server.traffic,
                 strikes=server.strikes,
             )
         )
+        self.run_blobs = RunBlobs(
+            setting.spec, self.client, self.blobs, self.telemetry, self._peers,
+            random.Random(),  # noqa: S311 - whom to ask first
+        )  # fmt: skip
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def peer_record(self, name: str, advertise: Sequence[HostPort] = ()) -> PeerRecord:
@@ -189,46 +207,12 @@ class Participant:
         port = advertise[0].port if advertise else self.listener.port
         return PeerRecord(tuple(hosts[:4]), port, name, self.setting.role, self.boot)
 
-    # Data of the run.
+    def _peers(self) -> list[PeerId]:
+        return [p for p in self.book.records() if p != self.me]
 
-    def donors(self) -> list[PeerId]:
-        """Peers that may have something, the witness first."""
-        known = [p for p in self.book.records() if p != self.me]
-        witness = PeerId(self.setting.spec.committee.genesis.witness)
-        return sorted(known, key=lambda p: p != witness)[:DONORS_TRIED_MAX]
-
-    async def fetch_all(self, wanted: Sequence[BlobRef], purpose: Purpose) -> None:
-        """Every blob, from whoever has it; tried again until it is here. Raises: OperatorError (disk)."""
-        slots = asyncio.Semaphore(limits.fetches_per_node_max)
-        what = "data shards" if purpose is Purpose.SHARD else "pieces of version 0"
-        here = 0
-
-        async def one(ref: BlobRef) -> None:
-            nonlocal here
-            digest = Digest(ref.digest)
-            said = False
-            while not self.blobs.has(digest):
-                try:
-                    async with slots:
-                        await self.client.fetch(digest, ref.size, self.donors(), purpose)
-                    self.setup_bytes += self.blobs.size(digest) or 0
-                except (TransportError, PeerError) as error:
-                    if not said:
-                        self.telemetry.say("fetch", f"Waiting for the run's data: {error}")
-                    said = True
-                    await asyncio.sleep(RETRY_S)
-            here += 1
-            self.telemetry.fetching(what, here, len(wanted))
-
-        async with asyncio.TaskGroup() as group:
-            for ref in wanted:
-                group.create_task(one(ref))
-
-    async def fetch_genesis(self) -> None:
-        """Version 0, unless a state is on this disk already."""
-        genesis = self.setting.spec.genesis
-        chunks = dict.fromkeys((*genesis.params, *genesis.momentum))
-        await self.fetch_all([BlobRef(c, limits.chunk_bytes, 0) for c in chunks], Purpose.SNAPSHOT)
+    def _shown(self) -> tuple[SnapshotOffer, ...]:
+        """Snapshots that are whole here; none before the state is open."""
+        return self.keeper.snapshots if self.node is not None else ()
 
     # Brain and driver.
 
@@ -281,6 +265,9 @@ class Participant:
             keeps_delta=keeps,
         )
         self.driver = Driver(self.node, ports, self._recorder)
+        self.client.enter_epoch(self.node.epoch)
+        for peer in self.book.records():
+            self._put(fact.PeerMet(peer))
         if self.node.state.finished:  # in an earlier life: the rules say it once
             self.telemetry.run_ended(self.node.version)
             if desk is not None:
@@ -371,14 +358,18 @@ class Participant:
             return
         if isinstance(message, DeltaReceipt):
             self.telemetry.receipt(message)
-        elif isinstance(message, Heartbeat):
+        elif isinstance(message, Heartbeat) and opened.epoch >= self.epoch:
             node = self.node
             committee = node.committee if node is not None else self.setting.spec.committee.genesis
             self.heads.heard(opened.sender, message.index, committee)
         if self.driver is None or not self.driver.put(
-            fact.MessageReceived(opened.sender, opened.key, opened.boot, message, sealed)
+            fact.MessageReceived(opened.sender, opened.key, opened.boot, message, sealed, opened.epoch)
         ):
             raise TransportError("busy", limits.retry_after_s)
+        if opened.epoch < self.epoch and type(message) in OF_AN_EPOCH:
+            raise PeerError(  # the rules have heard of it, and tell the sender the way
+                "WRONG_EPOCH", f"epoch {opened.epoch} is over: the owner began epoch {self.epoch} of the run"
+            )
 
     async def _on_delta(self, delta: Digest) -> None:
         if self.driver is not None:
@@ -415,11 +406,19 @@ class Participant:
             records.append(await self.client.seal(self.own_record))
         return web.Response(body=encode(Peers(tuple(records))), content_type="application/octet-stream")
 
+    async def _get_state(self, _request: web.Request) -> web.Response:
+        """How far this node is: what the owner asks before a rescue. The log proves it, or does not."""
+        node = self.node
+        if node is None or node.roots is None:
+            raise PeerError("NOT_HERE", "no state is here yet")
+        shown = StateShown(node.epoch, node.index, node.log.head_at(node.index), *node.roots, node.term)
+        return web.Response(body=encode(shown), content_type="application/octet-stream")
+
     own_record: PeerRecord | None = None
 
     async def _get_status(self, request: web.Request) -> web.Response:
         """For this machine only: no address, path or token is in it, but it is nobody else's business."""
-        if not ipaddress.ip_address(remote_ip(request)).is_loopback or not _names_loopback(request.host):
+        if not ipaddress.ip_address(remote_ip(request)).is_loopback or not names_loopback(request.host):
             raise PeerError("NOT_HERE", "status is for this machine only")
         traffic = self.client.traffic
         lag_s = self.driver.lag_s_max if self.driver is not None else 0.0
@@ -427,7 +426,7 @@ class Participant:
             self.brain_view(),
             bytes_up=traffic.up,
             bytes_down=traffic.down,
-            bytes_setup=self.setup_bytes,
+            bytes_setup=self.run_blobs.bytes_fetched,
             lag_s_max=lag_s,
         )
         return web.Response(body=to_json(status), content_type="application/json")
@@ -460,36 +459,3 @@ def deltas_named(entries: Sequence[Entry]) -> list[Digest]:
         if isinstance(content, OuterStep):
             named += [Digest(c.delta) for c in content.contributions]
     return named
-
-
-def reachable_hosts(listen: str) -> list[str]:
-    """IP literals at which others may reach a server that listens on `listen`."""
-    address = ipaddress.ip_address(listen)
-    if not address.is_unspecified:
-        return [str(address)]
-    found = []
-    for addresses in psutil.net_if_addrs().values():
-        for one in addresses:
-            try:
-                host = ipaddress.ip_address(one.address)
-            except ValueError:
-                continue  # a hardware address, or one with a zone
-            if (
-                not host.is_loopback
-                and not host.is_link_local
-                and (host.version == 4 or address.version == 6)
-            ):
-                found.append(host)
-    # Public ones first: they work from everywhere.
-    return [str(host) for host in sorted(found, key=lambda h: (h.is_private, h.version, int(h)))][:4]
-
-
-def _names_loopback(host: str) -> bool:
-    """Against a page that points its own name at this machine (DNS rebinding)."""
-    name = host.rsplit(":", 1)[0].strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

@@ -19,7 +19,7 @@ import numpy as np
 
 from p2pdiloco import limits
 from p2pdiloco.diloco.compress import Origin, decode, origin_of
-from p2pdiloco.diloco.global_state import GlobalState, chunks_of, put_chunk, roots_of
+from p2pdiloco.diloco.global_state import GlobalState, chunk_sizes, chunks_of, put_chunk, roots_of
 from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
@@ -207,6 +207,14 @@ class DiskStateKeeper:
         self._rules = offer.rules
         self._saved_version = version
 
+    def cut(self, index: int) -> None:
+        """Remove what is on disk of states after `index`; the arrays in memory stay until others come.
+
+        Raises: OperatorError.
+        """
+        self._state_files.cut(index)
+        self._forget_snapshots([s for s in self._snapshots if s.offer.index > index])
+
     def save(self, version: int) -> None:
         """Write the state now (a node that leaves starts faster next time). Raises: OperatorError."""
         if self._rules:
@@ -256,10 +264,10 @@ class DiskStateKeeper:
         self._snapshot_list.save(kept)
         self._snapshots = [s for s in self._snapshots if s.offer.index != kept.offer.index] + [kept]
         self._snapshots.sort(key=lambda s: s.offer.index)
-        old, self._snapshots = (
-            self._snapshots[: -limits.snapshots_kept],
-            self._snapshots[-limits.snapshots_kept :],
-        )
+        self._forget_snapshots(self._snapshots[: -limits.snapshots_kept])
+
+    def _forget_snapshots(self, old: list[KeptSnapshot]) -> None:
+        self._snapshots = [s for s in self._snapshots if s not in old]
         needed = {*self._spec.genesis.params, *self._spec.genesis.momentum}
         for snapshot in self._snapshots:
             needed.update(snapshot_chunks(snapshot.offer))
@@ -302,7 +310,7 @@ class DiskStateKeeper:
         return KeptState(0, 0, params, momentum, b"")
 
     def _read_array(self, chunks: list[Digest]) -> Array:
-        sizes = -(-4 * self._params // limits.chunk_bytes)
+        sizes = len(chunk_sizes(self._params))
         if len(chunks) != sizes:
             raise PeerError("BAD_SHAPE", f"{len(chunks)} chunks where the model has {sizes}")
         array = np.empty(self._params, np.float32)

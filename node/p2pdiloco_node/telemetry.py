@@ -156,8 +156,10 @@ class Telemetry:
         self._staleness: float | None = None
         self._last_outcome = ""
         self._refused: dict[Digest, Outcome] = {}
+        self._lacks = ""  # data that nobody has, while training goes on
         self._said: deque[Said] = deque(maxlen=EVENTS_KEPT)
         self.on_installed: Callable[[InstallEntry], None] | None = None
+        self.on_cut: Callable[[int], None] | None = None
         self.on_said: Callable[[str, str], None] | None = None
         self.on_over: Callable[[int], None] | None = None
 
@@ -182,6 +184,10 @@ class Telemetry:
             )  # fmt: skip
         if self.on_installed is not None:
             self.on_installed(action)
+
+    def cut(self, index: int) -> None:
+        if self.on_cut is not None:
+            self.on_cut(index)
 
     def say(self, kind: str, text: str) -> None:
         log.info("%s: %s", kind, text)
@@ -237,7 +243,7 @@ class Telemetry:
         if gap_s >= GAP_NOTED_S:
             self._gaps.append(Gap(at_monotonic_s=self._clock(), seconds=gap_s))
         if self.state != "leaving":
-            self.state, self.why = "training", ""
+            self.state, self.why = "training", self._lacks
 
     def pass_sent(self) -> None:
         self._sent += 1
@@ -245,6 +251,10 @@ class Telemetry:
     def fetching(self, what: str, done: int, total: int) -> None:
         """Before training: so many of the blobs wanted are here."""
         self.why = f"fetching {what}: {done} of {total}"
+
+    def lacks(self, what: str) -> None:
+        """Data that nobody has, for the page and the terminal; empty: none."""
+        self._lacks = what
 
     def begins(self, device: str) -> None:
         """The trainer has its model and its data."""

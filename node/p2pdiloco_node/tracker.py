@@ -37,9 +37,12 @@ from p2pdiloco.wire.log import OuterStep, state_root
 from p2pdiloco.wire.messages import PASSED_ON, Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
+from p2pdiloco_node.checkpoint_maker import CheckpointMaker, heard_of, listing
+from p2pdiloco_node.checkpoint_shelf import CheckpointShelf
 from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
+from p2pdiloco_node.hosts import reachable_hosts
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
-from p2pdiloco_node.participant import Participant, Setting, reachable_hosts
+from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.run_new import BLOBS, SPEC_FILE, WITNESS_KEY
 from p2pdiloco_node.status_page import StatusPage
@@ -48,12 +51,17 @@ from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.keys import load_key
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 from p2pdiloco_node.telemetry import Telemetry
+from p2pdiloco_node.tracked import OfRun, about_run
+from p2pdiloco_node.tracking import About, Tracking, Wanted
 from p2pdiloco_node.transport.addresses import is_dialable
 from p2pdiloco_node.transport.answers import remote_ip
+from p2pdiloco_node.transport.downloads import Downloads
+from p2pdiloco_node.transport.traffic import Traffic
 
 log = logging.getLogger("p2pdiloco.tracker")
 WITNESS = "witness"  # folder of the witness's own state in the run's DIR
 HISTORY = "history.sqlite"
+CHECKPOINTS = "checkpoints"
 FEED_S = 1.0  # the page's builder sees the directory so often; the database is written then too
 
 
@@ -103,12 +111,15 @@ class Tracker:
             urlsplit(self._public).port  # noqa: B018 - read for what it raises
         except ValueError:
             raise OperatorError(f"--public-url {self._public!r} has no valid port: 1 to 65535.", 2) from None
+        self._wanted = Wanted(config.tensorboard, config.wandb)
+        self._wanted.check()
         self._stack = AsyncExitStack()
         # version -> certified state roots: entries that change no version change the rules state
         self._roots: dict[int, set[bytes]] = {}
         self._losses: dict[bytes, float] = {}  # delta -> mean loss of its pass, from its header
         self._version = 0  # of the newest entry that the builder has seen
         self._fed = 0  # entries that the builder has seen
+        self._cut_to: int | None = None  # the builder has seen entries after this one that are gone
 
     async def __aenter__(self) -> Self:
         """Raises: OperatorError."""
@@ -159,29 +170,33 @@ class Tracker:
             also=(self._dir / BLOBS,),
         )
         page = StatusPage(self._status, address_of=remote_ip)
-        routes = [web.post("/v1/announce", self._announce), *page.routes()]
+        self._shelf = CheckpointShelf(self._dir / CHECKPOINTS, self.config.checkpoints)
+        downloads = Downloads(
+            self._shelf.find, lambda: listing(self._run, self._shelf, self.builder), Traffic(), local=local
+        )
+        routes = [web.post("/v1/announce", self._announce), *page.routes(), *downloads.routes()]
         self.participant = participant = Participant(setting, self.telemetry, routes=routes)
         participant.takes_message = self._takes_message
+        self._maker = CheckpointMaker(
+            participant,
+            self._shelf,
+            heard=lambda version: heard_of(self.builder, version),
+            say=self.telemetry.say,
+        )
         await self._stack.enter_async_context(participant)
         self._stack.push_async_callback(page.close)
+        about = About(f"{self._spec.name}-tracker", self._dir, about_run(self._spec))
+        self._tracking = await self._stack.enter_async_context(
+            Tracking(self._wanted, about, say=self.telemetry.say)
+        )
+        # The builder may be another one later.
+        self._tracked = OfRun(self._spec, lambda version: self.builder.tokens_at(version))  # noqa: PLW0108
         self._db = await self._stack.enter_async_context(TrackerDb(self._dir / HISTORY, self._run))
         note_address(self._stack, data.root, participant.listener, self._listen.host)
         url = self._url()
-        self.builder = StatusBuilder(
-            self._run,
-            self._spec,
-            # The folder's name alone: where it lies on this machine is nobody else's business.
-            join=join_hint(self._run, url, local=local, folder=shlex.quote(self._dir.absolute().name)),
-            build=__version__,
-            started_unix=time.time(),
-        )
-        kept = await self._db.load()
-        self.builder.restore(
-            versions=kept.versions,
-            earned=kept.contributions,
-            evaluations=kept.evaluations,
-            events=kept.events,
-        )
+        # The folder's name alone: where it lies on this machine is nobody else's business.
+        self._join = join_hint(self._run, url, local=local, folder=shlex.quote(self._dir.absolute().name))
+        self.builder = await self._new_builder(time.time())
         participant.own_record = participant.peer_record("witness", await self._public_addresses())
         self._print_addresses(url)
         if not local and not any(is_dialable(h) for h in participant.own_record.hosts):
@@ -190,6 +205,21 @@ class Tracker:
                 "--public-url, or make the run with p2pdiloco run new --admission local",
                 flush=True,
             )
+
+    async def _new_builder(self, started_unix: float) -> StatusBuilder:
+        """The page's history as the database has it; the log is fed to it from its beginning."""
+        builder = StatusBuilder(
+            self._run, self._spec, join=self._join, build=__version__, started_unix=started_unix
+        )
+        kept = await self._db.load()
+        builder.restore(
+            versions=kept.versions,
+            earned=kept.contributions,
+            evaluations=kept.evaluations,
+            samples=kept.samples,
+            events=kept.events,
+        )
+        return builder
 
     def _url(self) -> str:
         """Where nodes reach this tracker, as far as it can know."""
@@ -238,13 +268,18 @@ class Tracker:
         self._replay()
         self.telemetry.on_installed = self._installed
         self.telemetry.on_said = self._said
+        self.telemetry.on_cut = self._cut
         self.builder.event("tracker", "the tracker started", when_unix=time.time())
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._feed()), group.create_task(self._leave_when_asked())]
+            if self.config.checkpoints:
+                tasks.append(group.create_task(self._maker.run()))
             await participant.live()
             for task in tasks:
                 task.cancel()
         await self._save()
+        for point in self._tracked.last(self._status()):
+            self._tracking.add(point)
         return 0
 
     async def _leave_when_asked(self) -> None:
@@ -306,7 +341,7 @@ class Tracker:
         """Raises: PeerError."""
         roots = self._roots.get(said.version, set())
         root = said.state_root if said.state_root in roots else next(iter(roots), None)
-        report = self.directory.evaluation(opened, root_of=lambda _version: root)
+        report = self.directory.evaluation(opened, self._spec, root_of=lambda _version: root)
         self.builder.evaluated(opened.sender, report, when_unix=time.time())
 
     def _note_loss(self, header: DeltaHeader) -> None:
@@ -330,6 +365,25 @@ class Tracker:
         for index in range(self._fed + 1, action.index + 1):
             self._entry(index, time.time())
 
+    def _cut(self, index: int) -> None:
+        """The owner's recovery dropped the entries after `index`: the page forgets them within a second."""
+        self._cut_to = index if self._cut_to is None else min(self._cut_to, index)
+
+    async def _go_back(self, index: int) -> None:
+        """A builder that never heard of what was dropped; its counts begin with the log."""
+        node = self.participant.node
+        assert node is not None, "begun"
+        await self._save()
+        try:
+            await self._db.forget_after(node.log.version_at(index))
+            builder = await self._new_builder(self.builder.started_unix)
+        except OperatorError as error:
+            self.telemetry.say("history", f"The page's history still has what was dropped: {error}")
+            return
+        self.builder, self._fed, self._version = builder, 0, 0
+        self._roots.clear()
+        self._replay()
+
     def _entry(self, index: int, when_unix: float | None) -> None:
         node = self.participant.node
         assert node is not None, "begun"
@@ -339,6 +393,9 @@ class Tracker:
         self._roots.setdefault(self._version, set()).add(content.state_root)
         self.builder.entry_applied(node.log.entry(index), when_unix=when_unix, losses=self._losses)
         self._fed = index
+        points = self.builder.history.points
+        made_unix = when_unix or (points[-1].when_unix if points else None) or time.time()
+        self._maker.entry(index, content, made_unix)
 
     def _said(self, kind: str, text: str) -> None:
         if kind != "elected":  # the builder says that itself, with the aggregator's name and why
@@ -351,9 +408,13 @@ class Tracker:
         """Directory and database, once a second."""
         while True:
             await asyncio.sleep(FEED_S)
+            if self._cut_to is not None:
+                index, self._cut_to = self._cut_to, None
+                await self._go_back(index)
             now = time.monotonic()
             self.directory.forget_old(now)
             self.builder.directory(self.directory.listed(now), when_unix=time.time())
+            self.builder.checkpoints = self._shelf.offered
             node = self.participant.node
             if node is not None:
                 self.builder.term_seen(node.term, when_unix=time.time())
@@ -366,10 +427,14 @@ class Tracker:
                 versions=new.versions,
                 contributions=new.credits,
                 evaluations=new.evaluations,
+                samples=new.samples,
                 events=new.events,
             )
         except OperatorError as error:
             self.telemetry.say("history", f"The page's history is not saved: {error}")
+        if self._tracking.is_on and (new.versions or new.evaluations):
+            for point in self._tracked.points(new, self._status()):
+                self._tracking.add(point)
 
 
 def _open_run(folder: Path) -> tuple[RunId, RunSpec, bytes]:

@@ -90,10 +90,11 @@ def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
     run, spec = _open_spec(kept.spec)
     blobs = _check_named_blobs(kept, spec, progress)
     entries = read_log(kept.log)
-    contents = _check_chain(run, spec, entries)
+    log = _check_chain(run, spec, entries)
+    contents = [log.content(index) for index in range(1, log.index + 1)]
     rules = _rules_after_each(spec, contents)
     start, state = _starting_state(kept, spec, contents, rules)
-    replay = _Replay(kept, run, spec, state)
+    replay = _Replay(kept, log, spec, state)
     for place, content in enumerate(contents):
         if place >= start:
             replay.step(place + 1, rules[place], rules[place + 1], content)
@@ -169,6 +170,8 @@ def _named_blobs(spec: RunSpec) -> dict[Digest, str]:
     names = {
         **{Digest(c): f"chunk {i} of version 0's momentum" for i, c in enumerate(genesis.momentum)},
         **{Digest(c): f"chunk {i} of version 0's params" for i, c in enumerate(genesis.params)},
+        **{Digest(p.digest): "a piece of the tokenizer" for p in data.tokenizer.pieces},
+        **{Digest(e.shard.digest): f"the evaluation shard {e.name!r}" for e in data.evaluations[1:]},
         Digest(data.evaluation.digest): "the evaluation shard",
     }
     count = len(data.shards)
@@ -228,8 +231,8 @@ def read_log(path: Path) -> list[Entry]:
     return entries
 
 
-def _check_chain(run: RunId, spec: RunSpec, entries: Sequence[Entry]) -> list[Content]:
-    """Signatures, certificates, chain and committees of every entry."""
+def _check_chain(run: RunId, spec: RunSpec, entries: Sequence[Entry]) -> RunLog:
+    """Signatures, certificates, chain, epochs and committees of every entry."""
     log = RunLog(run, spec)
     for place, entry in enumerate(entries):
         try:
@@ -237,7 +240,7 @@ def _check_chain(run: RunId, spec: RunSpec, entries: Sequence[Entry]) -> list[Co
             log.append(entry)
         except PeerError as error:
             raise _failed(place + 1, str(error)) from None
-    return [log.content(index) for index in range(1, log.index + 1)]
+    return log
 
 
 def _rules_after_each(spec: RunSpec, contents: Sequence[Content]) -> list[RulesState]:
@@ -338,9 +341,9 @@ def _read_blob(kept: _Kept, digest: Digest) -> bytes | None:
 class _Replay:
     """Computes each state again from the one before."""
 
-    def __init__(self, kept: _Kept, run: RunId, spec: RunSpec, state: GlobalState) -> None:
+    def __init__(self, kept: _Kept, log: RunLog, spec: RunSpec, state: GlobalState) -> None:
         self._kept = kept
-        self._run = run
+        self._log = log
         self._spec = spec
         self._state = state
         self.deltas = 0
@@ -388,7 +391,10 @@ class _Replay:
             if not targets_reached(before, self._spec):
                 raise _failed(index, "it ends the run before its targets are reached")
             return
-        if not verify_ed25519(self._spec.owner_key, word.signature, word.statement(self._run, 0)):
-            raise _failed(index, "the owner did not sign this word")
         if word.owner_sequence <= before.owner_sequence:
             raise _failed(index, "the owner's word is older than one before it")
+        if word.kind == "recover":
+            return  # the chain has checked it: its certificate is the owner's signature over all of it
+        statement = word.statement(self._log.run, self._log.epoch_at(index))
+        if not verify_ed25519(self._spec.owner_key, word.signature, statement):
+            raise _failed(index, "the owner did not sign this word")

@@ -11,8 +11,6 @@ from p2pdiloco.diloco.layout import Array
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, digest_of, merkle_root
 
-_VALUES_PER_CHUNK = limits.chunk_bytes // 4
-
 
 class GlobalState(NamedTuple):
     """`params` and `momentum`: float32 [params], writeable, not aliased."""
@@ -32,14 +30,13 @@ class Roots(NamedTuple):
 
 
 def chunks_of(array: Array) -> list[memoryview]:
-    """An array's chunks as they travel: its float32 values little-endian, 4 MiB each, the last one shorter.
+    """An array's chunks as they travel: its float32 values little-endian, the last one shorter.
 
     On a little-endian machine these are views, not copies.
     """
     data = np.ascontiguousarray(array, dtype="<f4").view(np.uint8)
-    return [
-        data[first : first + limits.chunk_bytes].data for first in range(0, len(data), limits.chunk_bytes)
-    ]
+    size = chunk_bytes_of(len(array))
+    return [data[first : first + size].data for first in range(0, len(data), size)]
 
 
 def chunk_digests(array: Array) -> list[Digest]:
@@ -54,10 +51,21 @@ def roots_of(state: GlobalState) -> Roots:
     )
 
 
+def chunk_bytes_of(params: int) -> int:
+    """Bytes of each chunk but the last: 4 MiB, doubled until an array has at most 2048 (protocol.md 2).
+
+    So 4 MiB up to two thousand million params; the digests of params and momentum are one message's.
+    """
+    size = limits.chunk_bytes
+    while 4 * params > limits.chunks_max * size:
+        size *= 2
+    return size
+
+
 def chunk_sizes(params: int) -> list[int]:
     """Bytes of each chunk of an array of `params` values."""
-    size = 4 * params
-    return [min(limits.chunk_bytes, size - first) for first in range(0, size, limits.chunk_bytes)]
+    size, whole = 4 * params, chunk_bytes_of(params)
+    return [min(whole, size - first) for first in range(0, size, whole)]
 
 
 def put_chunk(array: Array, place: int, data: bytes | bytearray | memoryview) -> None:
@@ -72,5 +80,5 @@ def put_chunk(array: Array, place: int, data: bytes | bytearray | memoryview) ->
     values = np.frombuffer(data, "<f4")
     if not bool(np.isfinite(values).all()):
         raise PeerError("NOT_FINITE", f"chunk {place}")
-    first = place * _VALUES_PER_CHUNK
+    first = place * (chunk_bytes_of(len(array)) // 4)
     array[first : first + len(values)] = values

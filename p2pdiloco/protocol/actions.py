@@ -21,6 +21,7 @@ class VoterRecord(Struct, frozen=True):
     ack_index: Count  # 0: none yet
     ack_committee: Bytes32  # digest of the committee that the last ack named
     ack: LastAck | None
+    epoch: Count = 0  # newest that the owner began, as far as this voter knows: none below is voted in
 
 
 class Settled(StrEnum):
@@ -43,6 +44,21 @@ class SaveEntries(msgspec.Struct, frozen=True):
     """Append certified entries to the log file, durable before anything that follows."""
 
     entries: tuple[Entry, ...]
+
+
+class CutLog(msgspec.Struct, frozen=True):
+    """The owner's recovery left these entries behind: drop those after `index`, states and snapshots first.
+
+    Durable before anything that follows. Where the state here is beyond `index`, a FetchSnapshot follows.
+    """
+
+    index: int
+
+
+class EnterEpoch(msgspec.Struct, frozen=True):
+    """Envelopes say this epoch from here on; what still waits was said in another and is dropped."""
+
+    epoch: int
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -198,6 +214,8 @@ class LeaveDone(msgspec.Struct, frozen=True):
 Action = (
     SaveRecord
     | SaveEntries
+    | CutLog
+    | EnterEpoch
     | Send
     | RememberPeer
     | UploadDelta

@@ -63,10 +63,28 @@ class Aggregation:
     def started(self) -> None:
         self._last_step_at = self._progress_at = self._ctx.now
 
-    def heard_word(self, word: OwnerWord) -> None:
-        """An owner's word with a verified signature."""
-        if word.owner_sequence > self._applied.rules.owner_sequence and len(self._words) < limits.refused_max:
+    def heard_word(self, word: OwnerWord) -> bool:
+        """An owner's word with a verified signature. True if it is news: then it is passed on."""
+        known = self._words.get(word.owner_sequence)
+        if known is not None or word.owner_sequence <= self._applied.rules.owner_sequence:
+            return False
+        if len(self._words) < limits.refused_max:
             self._words[word.owner_sequence] = word
+        return True
+
+    @property
+    def words(self) -> tuple[OwnerWord, ...]:
+        """Not followed yet, in the owner's order."""
+        done = self._applied.rules.owner_sequence
+        for sequence in [s for s in self._words if s <= done]:
+            del self._words[sequence]
+        return tuple(self._words[s] for s in sorted(self._words))
+
+    def epoch_began(self) -> None:
+        """The owner's words were signed for the epoch that is over."""
+        self._words.clear()
+        self._left_out.clear()
+        self._progress_at = self._ctx.now
 
     def heard_goodbye(self, peer: PeerId, goodbye: Digest) -> None:
         """Only of who is in T_full: nobody else's leaving changes anything."""
@@ -123,21 +141,16 @@ class Aggregation:
             return None
         if targets_reached(state, self._ctx.spec):
             return OwnerEntry(FINISH, NO_DIGEST)
-        word = self._next_word()
-        if word is not None:
-            return OwnerEntry(word, NO_DIGEST)
+        for word in self.words:
+            if self.refuses_word(word) is None:
+                return OwnerEntry(word, NO_DIGEST)
+            del self._words[word.owner_sequence]  # what stands between made it senseless
         committee = self._membership.wanted(self._log.committee, state, self._log.index)
         if committee is not None and (
             self._membership.refuses(self._log.committee, committee, state) is None
         ):
             return MembershipEntry(committee, NO_DIGEST)
         return None if state.paused else self._next_outer_step()
-
-    def _next_word(self) -> OwnerWord | None:
-        done = self._applied.rules.owner_sequence
-        for sequence in [s for s in self._words if s <= done]:
-            del self._words[sequence]
-        return self._words[min(self._words)] if self._words else None
 
     def _next_outer_step(self) -> OuterStep | None:
         state, spec = self._applied.rules, self._ctx.spec
@@ -238,10 +251,14 @@ class Aggregation:
             return None if warranted else "no target of the RunSpec is reached"
         if word.owner_sequence <= state.owner_sequence:
             return "an owner's word that was followed already"
+        if word.kind == "recover" or word.committee is not None:
+            return "a recovery is the owner's own entry and no proposal"
         if not me.verify(me.spec.owner_key, word.signature, word.statement(me.run, self._log.epoch)):
             return "not signed by the owner"
         if word.kind == "revoke" and (
             len(word.peer) != len(NO_DIGEST) or len(state.revoked) >= limits.revoked_max
         ):
             return "nobody to revoke, or too many"
+        if word.kind == "extend" and word.value <= state.target_tokens:
+            return f"a target that is no further than {state.target_tokens} tokens"
         return None

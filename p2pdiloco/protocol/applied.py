@@ -53,10 +53,17 @@ class Applied:
             content = log.content(index)
             if isinstance(content, OuterStep):
                 pool.contains(content)
+        if self.index and self.root != log.content(self.index).state_root:
+            self.diverged = True  # files of an epoch that the owner ended, or damaged ones
 
     @property
     def root(self) -> Digest:
         return state_root(*self._roots, rules_digest(self.rules))
+
+    @property
+    def roots(self) -> tuple[Digest, Digest]:
+        """Of params and momentum."""
+        return self._roots
 
     @property
     def current(self) -> bool:
@@ -120,6 +127,11 @@ class Applied:
         step = content if isinstance(content, OuterStep) else None
         self._ctx.emit(InstallEntry(self.index, self.rules.version, ticket, encode(self.rules), step))
         return content
+
+    def went_back(self, index: int, rules: RulesState, params: Digest, momentum: Digest) -> None:
+        """The entries of the state here were cut off; arrays of an earlier one are on their way."""
+        self.snapshot_installed(index, rules, params, momentum)
+        self.diverged = True
 
     def snapshot_installed(self, index: int, rules: RulesState, params: Digest, momentum: Digest) -> None:
         self.index = index

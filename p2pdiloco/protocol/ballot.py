@@ -2,9 +2,13 @@
 
 Rules of protocol.md 3: only a term that is not below the own one, and one (body, last) for each index and
 term. Acking raises the own term to the proposal's, and beyond it when the proposal is the last of its term.
+An epoch that the owner ended is never voted in again, and what was acked in it binds nobody in the next one;
+terms go on rising.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId
 from p2pdiloco.protocol.actions import SaveRecord, VoterRecord
@@ -16,15 +20,23 @@ from p2pdiloco.wire.messages import LastAck
 class Ballot:
     """What this voter has promised, and whether its disk may be believed (targets.md R1b)."""
 
-    def __init__(self, ctx: Context, record: VoterRecord | None) -> None:
+    def __init__(self, ctx: Context, record: VoterRecord | None, epoch: int = 0) -> None:
+        """`epoch`: the log's. A crash may have come between the entry that began it and the record."""
         self._ctx = ctx
         self._record = record or VoterRecord(0, 0, NO_DIGEST, None)
+        if self._record.epoch < epoch:
+            self._record = VoterRecord(self._record.term, 0, NO_DIGEST, None, epoch)
         self._told: set[PeerId] = set()
         self.rolled_back = False
 
     @property
     def term(self) -> int:
         return self._record.term
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that the owner began, as far as is known here; the log may still be on its way."""
+        return self._record.epoch
 
     @property
     def last_ack(self) -> LastAck | None:
@@ -38,8 +50,13 @@ class Ballot:
         """Move the own term up, durably. Raising is always safe; True if it moved."""
         if term <= self.term:
             return False
-        self._save(VoterRecord(term, self._record.ack_index, self._record.ack_committee, self._record.ack))
+        self._save(msgspec.structs.replace(self._record, term=term))
         return True
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The owner began `epoch`: durable before the log changes, so that no crash votes in an older one."""
+        if epoch > self.epoch:
+            self._save(VoterRecord(self.term, 0, NO_DIGEST, None, epoch))
 
     def is_repeat(self, term: int, index: int, body: Digest, *, last: bool) -> bool:
         """True if exactly this was acked last: saying it again is allowed."""
@@ -65,7 +82,7 @@ class Ballot:
         """Record an ack, durably. An ack of the last body of a term is also the vote for the next term."""
         assert self.refuses(ack.term, index) is None, "an ack that breaks a promise"
         term = max(self.term, ack.term + 1 if ack.last else ack.term)
-        self._save(VoterRecord(term, index, committee, ack))
+        self._save(VoterRecord(term, index, committee, ack, self.epoch))
 
     def _save(self, record: VoterRecord) -> None:
         self._record = record

@@ -279,6 +279,17 @@ class DeltaPool:
             if k.listed_in and k.listed_in <= version:
                 self._drop(digest)
 
+    def went_back(self, version: int) -> None:
+        """The log was cut off after `version`: what was listed later may be listed again.
+
+        What was made on a state that is gone may not.
+        """
+        for digest, k in list(self._known.items()):
+            if k.listed_in > version:
+                k.listed_in = 0
+            if k.header is not None and k.header.base_version > version and not k.listed_in:
+                self._drop(digest)
+
     def header_of(self, delta: Digest) -> DeltaHeader | None:
         known = self._known.get(delta)
         return known.header if known is not None else None

@@ -15,7 +15,7 @@ from p2pdiloco.ids import Digest, PeerId, peer_id_of
 from p2pdiloco.protocol.ballot import Ballot
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.wire.log import Content, Membership, body_digest, open_body
+from p2pdiloco.wire.log import Content, body_digest, changes_committee, open_body
 from p2pdiloco.wire.messages import (
     Ack,
     EntriesWanted,
@@ -67,8 +67,11 @@ class Election:
         return self._ctx.me in self._log.committee.members
 
     def may_vote(self) -> bool:
-        """A voter whose log lost entries that it acked (a damaged file) first fetches them again."""
-        whole = self._log.index >= self._ballot.ack_index - 1
+        """A voter whose log lost entries that it acked (a damaged file) first fetches them again.
+
+        Nor does it vote in an epoch that the owner ended, while the way to the next one is not here yet.
+        """
+        whole = self._log.index >= self._ballot.ack_index - 1 and self._ballot.epoch == self._log.epoch
         return self.is_voter and whole and self._ballot.may_vote(self._log.committee)
 
     def arm(self) -> None:
@@ -325,9 +328,18 @@ class Election:
         if self.is_voter and self._ballot.raise_term(term):
             self._step_down()
 
+    def epoch_began(self) -> None:
+        """The owner put another committee in charge: whatever was won or promised was in the old epoch."""
+        self.leading = None
+        self.again = []
+        self._votes.clear()
+        self._pre_votes.clear()
+        self._heard_at = float("-inf")
+        self.arm()
+
     def installed(self, content: Content, term: int, *, last: bool, current: bool) -> None:
         """An entry certified in `term` became the state."""
-        if isinstance(content, Membership):
+        if changes_committee(content):
             self.leading = None
             self.again = []
             self._votes.clear()

@@ -26,6 +26,13 @@ class MessageReceived(msgspec.Struct, frozen=True):
     boot: int  # the sender's boot counter
     message: Message
     sealed: bytes = b""  # the envelope as it came, where it may be passed on (PeerRecord)
+    epoch: int = 0  # the sender's, as its envelope says
+
+
+class PeerMet(msgspec.Struct, frozen=True):
+    """An address of `peer` is known: from a tracker, from another peer, or from the life before."""
+
+    peer: PeerId
 
 
 class MessageNotSent(msgspec.Struct, frozen=True):
@@ -118,6 +125,7 @@ Event = (
     Started
     | Ticked
     | MessageReceived
+    | PeerMet
     | MessageNotSent
     | DeltaArrived
     | DeltaNotFetched

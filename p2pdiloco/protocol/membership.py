@@ -95,6 +95,11 @@ class Membership:
             return
         self._leaving.add(peer)
 
+    def epoch_began(self) -> None:
+        """How far peers were, and what they acked, was said of a log that the owner has left behind."""
+        for seen in self._peers.values():
+            seen.index = seen.ack_index = 0
+
     def boot_seen(self, peer: PeerId) -> int:
         seen = self._peers.get(peer)
         return seen.boot if seen is not None else 0

@@ -13,10 +13,13 @@ from p2pdiloco.ids import Digest, PeerId, digest_of
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.actions import (
     Action,
-    LeaveDone,
+    CutLog,
+    EnterEpoch,
     RememberPeer,
     RunEnded,
     SaveEntries,
+    Settled,
+    SettleDelta,
     TakeSnapshot,
 )
 from p2pdiloco.protocol.aggregation import Aggregation
@@ -26,15 +29,24 @@ from p2pdiloco.protocol.context import Context, Identity, Restored
 from p2pdiloco.protocol.delivery import Delivery
 from p2pdiloco.protocol.delta_pool import DeltaPool
 from p2pdiloco.protocol.election import Election
+from p2pdiloco.protocol.leaving import Leaving
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.proposals import Proposals
+from p2pdiloco.protocol.recovery import Recovery
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.protocol.snapshot_sync import SnapshotSync
 from p2pdiloco.protocol.spreading import Spreading
 from p2pdiloco.protocol.trainee import Trainee
 from p2pdiloco.rules.state import RulesState
 from p2pdiloco.wire import messages as msg
-from p2pdiloco.wire.log import Committee, Content, Entry, OuterStep, OwnerEntry, open_body
+from p2pdiloco.wire.log import (
+    Committee,
+    Content,
+    Entry,
+    OuterStep,
+    OwnerEntry,
+    changes_committee,
+)
 from p2pdiloco.wire.log import Membership as MembershipEntry
 
 __all__ = ["Identity", "Node", "Restored"]
@@ -50,7 +62,7 @@ class Node:
         self._log = RunLog(identity.run, identity.spec, restored.entries)
         self._pool = DeltaPool(ctx, restored.held)
         self._applied = Applied(ctx, self._log, self._pool, restored)
-        self._ballot = Ballot(ctx, restored.record)
+        self._ballot = Ballot(ctx, restored.record, self._log.epoch)
         self._election = Election(ctx, self._log, self._ballot, self._bodies)
         self._membership = Membership(ctx, self._log)
         self._proposals = Proposals(
@@ -64,9 +76,11 @@ class Node:
         self._trainee = Trainee(ctx, self._log, self._applied, self._delivery, restored.adopted_version)
         self._spreading = Spreading(ctx, self._log, self._membership)
         self._sync = SnapshotSync(ctx, self._log, self._applied, restored.snapshots)
+        self._recovery = Recovery(
+            ctx, self._log, self._ballot, self._spreading, append=self._append, cut=self._cut
+        )
+        self._leaving = Leaving(ctx, self._log, self._election, self._membership)
         self._beat_at = float("-inf")  # clocks may start below zero
-        self._leave_by: float | None = None
-        self._left = False
 
     # What others look at
 
@@ -88,6 +102,10 @@ class Node:
         return self._ballot.term
 
     @property
+    def epoch(self) -> int:
+        return self._log.epoch
+
+    @property
     def committee(self) -> Committee:
         return self._log.committee
 
@@ -104,6 +122,11 @@ class Node:
         return self._applied.root
 
     @property
+    def roots(self) -> tuple[Digest, Digest] | None:
+        """Of params and momentum; None while they are not those of `index`."""
+        return None if self._applied.diverged else self._applied.roots
+
+    @property
     def log(self) -> RunLog:
         return self._log
 
@@ -116,11 +139,6 @@ class Node:
         """Of this node's newest delta that anybody answered; empty while there is none."""
         return self._delivery.last_outcome or ""
 
-    @property
-    def closing_reason(self) -> str:
-        """Why the aggregator waits, for log and page."""
-        return self._aggregation.reason
-
     # The door
 
     def deadline(self) -> float:
@@ -130,8 +148,8 @@ class Node:
             due.append(self._aggregation.wake_at)
         if self._election.may_vote() and self._log.committee.size > 1:
             due.append(self._election.due)
-        if self._leave_by is not None and not self._left:
-            due.append(self._leave_by)
+        if self._leaving.wake_at is not None:
+            due.append(self._leaving.wake_at)
         return min(due)
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:
@@ -145,8 +163,8 @@ class Node:
                     self._on_message(event)
                 except PeerError as error:
                     ctx.say("peer_error", f"{event.sender.hex()[:8]}: {error}")
-            case ev.Ticked():
-                pass
+            case ev.Ticked() | ev.MessageNotSent():
+                pass  # heartbeats and offers say everything again
             case ev.Started():
                 self._on_started()
             case ev.DeltaArrived():
@@ -168,16 +186,17 @@ class Node:
             case ev.SnapshotFetched():
                 self._on_snapshot_fetched(event)
             case ev.SnapshotNotFetched():
-                self._sync.not_fetched(event.index)
-                ctx.say("syncing", f"the snapshot did not come: {event.why}")
+                if not self._sync.was_abandoned(event.index, installed=False):
+                    self._sync.not_fetched(event.index)
+                    ctx.say("syncing", f"the snapshot did not come: {event.why}")
             case ev.PassFinished():
                 self._on_pass_finished(event)
             case ev.TrainerNotFinite():
                 ctx.say("not_finite", "a loss or gradient was not finite: back to the last adopted state")
             case ev.GoodbyeWanted():
-                self._on_goodbye_wanted(event)
-            case ev.MessageNotSent():
-                pass  # heartbeats and offers say everything again
+                self._leaving.want(event.reason, finished=self._applied.rules.finished)
+            case ev.PeerMet():
+                self._spreading.met(event.peer)
         if now >= self._beat_at:
             self._beat()
         self._settle_down()
@@ -198,8 +217,7 @@ class Node:
             after = (self._log.index, self._applied.index, self._election.leading)
             if before == after and self._proposals.certified() is None:
                 break
-        if self._leave_by is not None and not self._left:
-            self._try_to_leave()
+        self._leaving.consider()
 
     def _is_stalled(self) -> bool:
         return self._election.is_voter and self._log.committee.size > 1 and self._aggregation.stalled()
@@ -224,8 +242,11 @@ class Node:
         """Heartbeats to the committee; everything that mends a lost message rides on the same clock."""
         ctx, log = self._ctx, self._log
         self._beat_at = ctx.now + ctx.spec.committee.heartbeat_s
-        for member in log.committee.members:
+        for member in (*log.committee.members, *self._recovery.dismissed):
             ctx.send(member, self._heartbeat(member))
+        for word in self._aggregation.words:
+            self._spreading.pass_on(word)
+        self._spreading.ask_around()
         self._pool.expire()
         self._delivery.offer(log.committee, held_here=self._pool.mine(self._applied.rules))
         self._proposals.say_again()
@@ -242,26 +263,55 @@ class Node:
             term_seen=promises[0],
             ack_seen=promises[1],
             have=self._pool.mine(self._applied.rules) if voter else (),
-            willing=self._leave_by is None and not self._ballot.rolled_back,
+            willing=not self._leaving.wanted and not self._ballot.rolled_back,
         )
 
     # The log
 
-    def _append(self, entries: tuple[Entry, ...]) -> bool:
-        """Certified entries that follow: durable, then passed on. True if the log grew."""
+    def _append(self, entries: tuple[Entry, ...]) -> None:
+        """Certified entries that follow: durable, then passed on."""
         before, members = self._log.index, self._log.committee.members
         added = []
         try:
             for entry in entries:
+                epoch, committee = self._log.epoch, self._log.committee
                 body = self._log.append(entry)
                 added.append(entry)
                 self._proposals.appended(body.content)
+                if self._log.epoch > epoch:
+                    self._epoch_began(committee)
         finally:
             if added:
                 self._ctx.emit(SaveEntries(tuple(added)))
                 self._election.certified_in(added[-1].certificate.term)
                 self._spreading.appended(before, members)
-        return bool(added)
+
+    def _cut(self, index: int) -> None:
+        """The owner's recovery left the entries after `index` behind: so does this node."""
+        log = self._log
+        self._ctx.say(
+            "recovery",
+            f"{log.index - index} entries after {index} are lost: the owner's recovery goes on without them",
+        )
+        version, epoch = log.version_at(index), log.epoch
+        log.cut(index)
+        self._ctx.emit(CutLog(index))
+        if log.epoch != epoch:
+            self._ctx.emit(EnterEpoch(log.epoch))
+        self._sync.cut(index)
+        self._pool.went_back(version)
+        if self._applied.index > index:
+            self._sync.go_back()
+            self._trainee.went_back()
+
+    def _epoch_began(self, before: Committee) -> None:
+        """Whatever was won, promised, heard or said to do was so in the epoch before."""
+        self._ctx.emit(EnterEpoch(self._log.epoch))
+        self._recovery.epoch_began(before)
+        self._proposals.epoch_began()
+        self._election.epoch_began()
+        self._membership.epoch_began()
+        self._aggregation.epoch_began()
 
     def _apply(self) -> None:
         far = self._sync.is_far(self._log.index - self._applied.index)
@@ -289,8 +339,9 @@ class Node:
         self._trainee.installed(content)
         current = self._applied.current
         self._election.installed(content, certificate.term, last=certificate.last, current=current)
-        if isinstance(content, MembershipEntry):
-            self._ctx.say("committee", f"{content.committee.size} voters from index {index + 1} on")
+        if changes_committee(content):
+            size = self._log.committee_at(index).size
+            self._ctx.say("committee", f"{size} voters from index {index + 1} on")
             self._delivery.offer(self._log.committee, held_here=self._pool.mine(self._applied.rules))
         if isinstance(content, OwnerEntry):
             if content.word.owner_sequence:
@@ -303,7 +354,7 @@ class Node:
     def _on_snapshot_fetched(self, event: ev.SnapshotFetched) -> None:
         """The state jumped over entries: they settle own deltas all the same."""
         before = self._applied.index
-        if not self._sync.fetched(event.index):
+        if self._sync.was_abandoned(event.index, installed=True) or not self._sync.fetched(event.index):
             return
         for index in range(before + 1, self._applied.index + 1):
             content = self._log.content(index)
@@ -323,7 +374,12 @@ class Node:
 
     def _on_message(self, event: ev.MessageReceived) -> None:
         sender, m = event.sender, event.message
-        current = self._applied.current
+        current, members = self._applied.current, self._log.committee.members
+        if type(m) in msg.OF_AN_EPOCH:
+            if event.epoch != self._log.epoch:
+                self._recovery.elsewhere(sender, event.epoch, m)
+                return
+            self._recovery.heard(sender)
         match m:
             case msg.Heartbeat():
                 self._on_heartbeat(event, m)
@@ -332,7 +388,7 @@ class Node:
             case msg.DeltaReceipt():
                 self._delivery.on_receipt(sender, m, self._log.committee)
             case msg.Have():
-                if sender in self._log.committee.members:
+                if sender in members:
                     self._pool.heard_have(sender, m.deltas)
             case msg.Proposal():
                 self._proposals.on_proposal(sender, event.key, m)
@@ -355,24 +411,24 @@ class Node:
             case msg.NewerTerm():
                 self._election.on_newer_term(sender, m, current=current)
             case msg.EntriesWanted():
-                self._spreading.bring_up_to_date(sender, m.first)
+                self._spreading.bring_up_to_date(sender, m.first, event.epoch)
             case msg.Entries():
-                self._on_entries(sender, m)
+                self._recovery.on_entries(sender, event.epoch, m)
             case msg.SnapshotWanted():
                 self._sync.on_wanted(sender)
             case msg.SnapshotOffer():
                 self._sync.on_offer(sender, m)
             case msg.Goodbye():
-                seated = sender in self._log.committee.members
-                self._membership.said_goodbye(sender, event.boot, seated=seated)
+                self._membership.said_goodbye(sender, event.boot, seated=sender in members)
                 self._aggregation.heard_goodbye(sender, digest_of(event.sealed))
             case msg.PeerRecord():
+                self._spreading.met(sender)
                 if m.role == "node":
                     self._trainee.met(sender)
                 self._ctx.emit(RememberPeer(sender, event.sealed))
             case msg.OwnerWordMessage():
-                if self._aggregation.refuses_word(m.word) is None:
-                    self._aggregation.heard_word(m.word)
+                if self._aggregation.refuses_word(m.word) is None and self._aggregation.heard_word(m.word):
+                    self._spreading.pass_on(m.word)
             case _:
                 pass  # announcements and reports are the tracker's
 
@@ -385,6 +441,7 @@ class Node:
         sender, members = event.sender, self._log.committee.members
         if event.boot < self._membership.boot_seen(sender):
             return  # of an earlier life, late or played back
+        stuck = self._membership.index_of(sender) == m.index
         reborn = self._membership.heard(sender, event.boot, m)
         if reborn:
             self._aggregation.is_back(sender)
@@ -401,7 +458,8 @@ class Node:
         elif m.index < self._log.index and self._ctx.me in members:
             seats = sorted(members)
             mine = sender[-1] % len(seats) == seats.index(self._ctx.me)
-            if sender in members or mine or self._log.index - m.index > 1:
+            # `stuck` since its last heartbeat: whose share it is may be gone.
+            if sender in members or mine or stuck or self._log.index - m.index > 1:
                 self._spreading.bring_up_to_date(sender, m.index + 1)
 
     def _on_header(self, event: ev.MessageReceived, m: msg.DeltaHeader) -> None:
@@ -409,13 +467,6 @@ class Node:
             return
         outcome = self._pool.note(m, event.sender, event.key, self._applied.rules)
         self._ctx.send(event.sender, msg.DeltaReceipt(m.delta, outcome, "", 0.0))
-
-    def _on_entries(self, sender: PeerId, m: msg.Entries) -> None:
-        fresh = [e for e in m.entries if open_body(e.body).index > self._log.index]
-        if fresh and open_body(fresh[0].body).index == self._log.index + 1:
-            self._append(tuple(fresh))
-        if m.head > self._log.index:
-            self._ctx.send(sender, msg.EntriesWanted(self._log.index + 1))
 
     # Deltas
 
@@ -438,33 +489,12 @@ class Node:
                 self._ctx.send(member, msg.Have((event.delta,)))
 
     def _on_pass_finished(self, event: ev.PassFinished) -> None:
+        if event.header.base_version > self._applied.rules.version:
+            # The pass was under way when the owner's recovery dropped the state that it stands on.
+            self._ctx.emit(SettleDelta(Digest(event.header.delta), Settled.REFUSED))
+            return
         self._pool.note_own(event.header, self._ctx.identity.signer.public_key)
         self._pool.check_own(event.header)
         self._delivery.finished(event.header)
         self._delivery.allow()
         self._delivery.offer(self._log.committee, held_here=())
-
-    # Leaving
-
-    def _on_goodbye_wanted(self, event: ev.GoodbyeWanted) -> None:
-        """A node hands its seat over first; the witness keeps its seat, for it comes back where it was."""
-        ctx = self._ctx
-        if self._leave_by is not None:
-            return
-        self._leave_by = ctx.now
-        if ctx.identity.role == "witness" or self._applied.rules.finished:
-            return
-        if self._election.is_voter and self._log.committee.size > 1:
-            self._leave_by = ctx.now + limits.leave_s_max
-        self._membership.said_goodbye(ctx.me, ctx.identity.boot)
-        for peer in dict.fromkeys([*self._log.committee.members, *self._membership.heard_within(60.0)]):
-            ctx.send(peer, msg.Goodbye(event.reason))
-
-    def _try_to_leave(self) -> None:
-        assert self._leave_by is not None
-        members = self._log.committee.members
-        stored = sum(1 for m in members if self._membership.index_of(m) >= self._log.index)
-        handed_over = self._ctx.me not in members and stored >= self._log.committee.quorum
-        if handed_over or self._ctx.now >= self._leave_by:
-            self._left = True
-            self._ctx.emit(LeaveDone())

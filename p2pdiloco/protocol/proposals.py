@@ -27,9 +27,9 @@ from p2pdiloco.wire.log import (
     Certificate,
     Content,
     Entry,
-    Membership,
     OuterStep,
     body_digest,
+    changes_committee,
     open_body,
 )
 from p2pdiloco.wire.messages import Ack, EntriesWanted, LastAck, NewerTerm, Proposal
@@ -348,10 +348,15 @@ class Proposals:
         if self._mine is not None and open_body(self._mine.body).index <= index:
             self._mine = None
         self._draft = None
-        if isinstance(content, Membership):
+        if changes_committee(content):
             self._acks.clear()
         for key in [k for k in self._acks if k[1] <= index]:
             del self._acks[key]
+
+    def epoch_began(self) -> None:
+        """What was on its way was so under a committee that the owner dismissed."""
+        self._acks.clear()
+        self._parked = self._draft = self._mine = None
 
     def _remember(self, body: bytes) -> None:
         self._bodies[body_digest(body)] = body

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
-from p2pdiloco.ids import Digest, PeerId, merkle_root
+from p2pdiloco.ids import Digest, PeerId, merkle_root, tagged_digest
 from p2pdiloco.protocol.actions import FetchSnapshot
 from p2pdiloco.protocol.applied import Applied
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.rules.state import RulesState, genesis_state, rules_digest
+from p2pdiloco.rules.state import RulesState, genesis_state
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.log import state_root
 from p2pdiloco.wire.messages import SnapshotOffer, SnapshotWanted
@@ -25,17 +25,18 @@ class SnapshotSync:
         self._ctx = ctx
         self._log = log
         self._applied = applied
-        self._own = list(own)
+        self._own = [offer for offer in own if self._is_certified(offer)]
         self._asked_at: float | None = None
         self._patient = False
         self._fetching: tuple[SnapshotOffer, RulesState] | None = None
         self._offers: dict[int, tuple[SnapshotOffer, RulesState, set[PeerId]]] = {}
         self._failed: set[int] = set()
+        self._abandoned: int | None = None  # still being fetched, though the log left its index behind
         self._jumped = False  # over one snapshot, and not current since
 
     @property
     def fetching(self) -> bool:
-        return self._fetching is not None
+        return self._fetching is not None or self._abandoned is not None
 
     @property
     def newest_own(self) -> int:
@@ -49,6 +50,43 @@ class SnapshotSync:
         if not dropped:
             return None
         return decode(self._own[0].rules, RulesState).version
+
+    def cut(self, index: int) -> None:
+        """The log was cut off after `index`: snapshots of what is gone are no snapshots of this run."""
+        self._own = [offer for offer in self._own if offer.index <= index]
+        self._offers.clear()
+        self._asked_at = None
+        if self._fetching is not None and self._fetching[0].index > index:
+            self._abandoned, self._fetching = self._fetching[0].index, None
+
+    def go_back(self) -> None:
+        """The state here was cut off: to the newest own snapshot, or to version 0."""
+        if self._own:
+            offer, rules = self._own[-1], decode(self._own[-1].rules, RulesState)
+        else:
+            offer, rules = self._version_0()
+        self._applied.went_back(offer.index, rules, *_roots_of(offer))
+        self._fetching = (offer, rules)
+        if self._abandoned is None:  # two at once would overtake each other
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """What is here already is fetched from nobody."""
+        assert self._fetching is not None
+        offer, rules = self._fetching
+        donors = tuple(p for p in self._log.committee.members if p != self._ctx.me)
+        self._ctx.emit(FetchSnapshot(offer, rules.version, donors))
+
+    def was_abandoned(self, index: int, *, installed: bool) -> bool:
+        """Whether what ended is a snapshot that the log left behind. `installed`: its arrays are here now."""
+        if self._abandoned is None or self._abandoned != index:
+            return False
+        self._abandoned = None
+        if self._fetching is not None:
+            self._fetch()
+        elif installed:
+            self.go_back()
+        return True
 
     def on_wanted(self, peer: PeerId) -> None:
         if self._own:
@@ -67,7 +105,7 @@ class SnapshotSync:
 
     def tick(self, peers: list[PeerId], *, needed: bool) -> bool:
         """Ask, choose, fetch. True while the log should wait for a snapshot instead of being applied."""
-        if self._fetching is not None:
+        if self.fetching:
             return True
         if not needed:
             self._asked_at = None
@@ -98,11 +136,13 @@ class SnapshotSync:
 
     def _start_over(self, peers: list[PeerId]) -> None:
         """Nobody serves a snapshot yet: version 0, which the RunSpec names, and all entries since."""
-        genesis, rules = self._ctx.spec.genesis, genesis_state(self._ctx.spec)
-        offer = SnapshotOffer(0, genesis.params, genesis.momentum, encode(rules))
-        self._fetching = (offer, rules)
+        self._fetching = (offer, _) = self._version_0()
         self._ctx.say("syncing", "nobody offers a snapshot: starting over from version 0")
         self._ctx.emit(FetchSnapshot(offer, 0, tuple(peers)))
+
+    def _version_0(self) -> tuple[SnapshotOffer, RulesState]:
+        genesis, rules = self._ctx.spec.genesis, genesis_state(self._ctx.spec)
+        return SnapshotOffer(0, genesis.params, genesis.momentum, encode(rules)), rules
 
     def _ask(self, peers: list[PeerId]) -> None:
         for peer in peers[: limits.snapshot_donors_max]:
@@ -119,13 +159,17 @@ class SnapshotSync:
             known[2].add(peer)
             return
         rules = decode(offer.rules, RulesState)
-        params = merkle_root([Digest(c) for c in offer.params])
-        momentum = merkle_root([Digest(c) for c in offer.momentum])
-        certified = self._log.content(offer.index).state_root
-        if state_root(params, momentum, rules_digest(rules)) != certified:
+        if not self._is_certified(offer):
             raise PeerError("BAD_SNAPSHOT", f"index {offer.index} is not the state that was certified")
         if len(self._offers) < limits.snapshot_donors_max:
             self._offers[offer.index] = (offer, rules, {peer})
+
+    def _is_certified(self, offer: SnapshotOffer) -> bool:
+        """Whether it hashes to the root of the entry at its index. One on disk may be of an ended epoch."""
+        if not 0 < offer.index <= self._log.index:
+            return False
+        root = state_root(*_roots_of(offer), tagged_digest("rules", offer.rules))
+        return root == self._log.content(offer.index).state_root
 
     def fetched(self, index: int) -> bool:
         """The chunks are verified and installed. True if that was the one asked for."""
@@ -135,11 +179,10 @@ class SnapshotSync:
         self._fetching = None
         self._asked_at = None
         self._jumped = True
-        params = merkle_root([Digest(c) for c in offer.params])
-        momentum = merkle_root([Digest(c) for c in offer.momentum])
-        self._applied.snapshot_installed(index, rules, params, momentum)
+        self._applied.snapshot_installed(index, rules, *_roots_of(offer))
         if index > 0:
-            self._own.append(offer)
+            self._own = [kept for kept in self._own if kept.index != index] + [offer]
+            self._own.sort(key=lambda kept: kept.index)
             del self._own[: -limits.snapshots_kept]
         return True
 
@@ -147,3 +190,8 @@ class SnapshotSync:
         self._failed.add(index)
         self._fetching = None
         self._asked_at = None
+
+
+def _roots_of(offer: SnapshotOffer) -> tuple[Digest, Digest]:
+    """Of params and momentum."""
+    return merkle_root([Digest(c) for c in offer.params]), merkle_root([Digest(c) for c in offer.momentum])

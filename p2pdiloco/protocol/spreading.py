@@ -9,8 +9,8 @@ from p2pdiloco.ids import PeerId
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.wire.log import Entry, OuterStep
-from p2pdiloco.wire.messages import Entries
+from p2pdiloco.wire.log import Entry, OuterStep, OwnerWord
+from p2pdiloco.wire.messages import Entries, EntriesWanted, OwnerWordMessage
 
 
 class Spreading:
@@ -20,10 +20,15 @@ class Spreading:
         self._ctx = ctx
         self._log = log
         self._membership = membership
-        self._forwarded = 0
+        self._met: dict[PeerId, None] = {}  # the one heard of longest ago first
 
-    def bring_up_to_date(self, peer: PeerId, first: int) -> None:
-        """Send what `peer` lacks from index `first` on, a message at a time; it asks again for more."""
+    def bring_up_to_date(self, peer: PeerId, first: int, epoch: int | None = None) -> None:
+        """Send what `peer` lacks from index `first` on, a message at a time; it asks again for more.
+
+        `epoch`: the peer's, where it is known; what it has of later indices, a recovery may have left behind.
+        """
+        if epoch is not None:
+            first = min(first, self._log.recovery_after(epoch) or first)
         entries = self._log.entries_from(max(1, first), limits.entries_per_message_max)
         room = limits.message_bytes_max // 2
         fitting: list[Entry] = []
@@ -34,6 +39,31 @@ class Spreading:
             fitting.append(entry)
         if fitting:
             self._ctx.send(peer, Entries(tuple(fitting), self._log.index))
+
+    def pass_on(self, word: OwnerWord) -> None:
+        """The owner's word, to whoever leads and whoever leads next; said again with every heartbeat."""
+        for member in self._log.committee.members:
+            self._ctx.send(member, OwnerWordMessage(word))
+
+    def met(self, peer: PeerId) -> None:
+        """An address of `peer` is known."""
+        if peer != self._ctx.me:
+            self._met.pop(peer, None)
+            self._met[peer] = None
+            if len(self._met) > limits.peers_max:
+                del self._met[next(iter(self._met))]
+
+    def ask_around(self) -> None:
+        """Nobody of the committee is heard: it may be another one by now, and somebody else knows.
+
+        A newcomer knows the first committee alone, and the first witness may be gone for good.
+        """
+        patience_s = self._ctx.spec.committee.timeout_s_max
+        members = [m for m in self._log.committee.members if m != self._ctx.me]
+        if not members or any(self._membership.silent_s(m) <= patience_s for m in members):
+            return
+        for peer in sorted(self._met, key=lambda _: self._ctx.rng())[: limits.fanout]:
+            self._ctx.send(peer, EntriesWanted(self._log.index + 1))
 
     def appended(self, before: int, old_members: tuple[PeerId, ...]) -> None:
         """The log grew beyond `before`: pass it on."""

@@ -16,6 +16,8 @@ from msgspec import Meta
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError, TransportError
 from p2pdiloco.ids import PeerId, short
+from p2pdiloco.rules.evaluation import report_fault
+from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import Struct
 from p2pdiloco.wire.envelope import Opened
 from p2pdiloco.wire.messages import Announce, EvalReport, Goodbye, NodeReport, PeerRecord, Text
@@ -184,13 +186,15 @@ class Directory:
             raise PeerError("BAD_REPORT", row.bad_report)
         row.report, row.state = report, report.state
 
-    def evaluation(self, opened: Opened, *, root_of: Callable[[int], bytes | None]) -> EvalReport:
+    def evaluation(
+        self, opened: Opened, spec: RunSpec, *, root_of: Callable[[int], bytes | None]
+    ) -> EvalReport:
         """An evaluation that belongs to the certified state of its version.
 
         `root_of(version)`: the certified state root, or None where this tracker does not know it (yet).
 
         Raises: PeerError MALFORMED, UNKNOWN_PEER, TOO_EARLY (not certified here yet: send it again),
-            WRONG_STATE (of another state than the run's), BAD_REPORT (no tokens).
+            WRONG_STATE (of another state than the run's), BAD_REPORT (figures that cannot be).
         """
         report = opened.message
         if not isinstance(report, EvalReport):
@@ -201,8 +205,8 @@ class Directory:
             raise PeerError("TOO_EARLY", f"version {report.version} is not certified here yet")
         if root != report.state_root:
             raise PeerError("WRONG_STATE", f"not the certified state of version {report.version}")
-        if report.tokens == 0:
-            raise PeerError("BAD_REPORT", "an evaluation over no tokens")
+        if fault := report_fault(report, spec):
+            raise PeerError("BAD_REPORT", f"an evaluation with {fault}")
         return report
 
     def called_back(self, peer: PeerId, *, answered: bool) -> None:

@@ -10,7 +10,7 @@ from p2pdiloco.protocol.applied import Applied
 from p2pdiloco.protocol.context import Context
 from p2pdiloco.protocol.delivery import Delivery
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.rules.evaluation import evaluation_order, is_evaluated, stand_in_after_s
+from p2pdiloco.rules.evaluation import evaluators, is_evaluated, stand_in_after_s
 from p2pdiloco.rules.outer_step import too_late
 from p2pdiloco.rules.state import last_sequence
 from p2pdiloco.wire.log import Content, Membership, OwnerEntry
@@ -33,8 +33,10 @@ class Trainee:
         self._stands_on = adopted_version
         self._adopted = -1  # newest version given to this life's trainer
         self._evaluated = -1
+        self._due = -1  # newest version whose evaluators were chosen
         self._stands_in = (-1, 0.0)  # (version, from when on) that this node evaluates if nobody did
         self._met_lower = False
+        self._lost = False  # the state under the own work is of an epoch that the owner ended
 
     @property
     def _trains(self) -> bool:
@@ -53,6 +55,12 @@ class Trainee:
         """A snapshot replaced the state: what was in flight is judged by the clock like everything else."""
         self._adopted = -1
 
+    def went_back(self) -> None:
+        """The owner's recovery dropped entries that were the state here: own work begins afresh."""
+        self._adopted = self._evaluated = self._due = -1
+        self._stands_in = (-1, 0.0)
+        self._lost = True
+
     def adopt_if_current(self) -> None:
         rules = self._applied.rules
         if not self._trains or not self._applied.current or self._applied.diverged:
@@ -61,12 +69,18 @@ class Trainee:
         if rules.version == self._adopted:
             return
         behind = _Base(min(self._stands_on, rules.version))
-        reset = too_late(rules, self._ctx.spec, behind)
+        away = too_late(rules, self._ctx.spec, behind)
+        # A crash may have come between the loss and the adoption that follows from it.
+        bases = [self._stands_on, *(h.base_version for h in self._delivery.in_flight)]
+        lost = self._lost or max(bases) > rules.version
+        reset = away or lost
         if reset:
             self._delivery.clear()
+        if away and not lost:
             self._ctx.say(
                 "absence", f"away since version {self._stands_on}: starting afresh from {rules.version}"
             )
+        self._lost = False
         self._delivery.paused = rules.paused
         self._adopted = self._stands_on = rules.version
         known = last_sequence(rules, self._ctx.me)
@@ -74,11 +88,11 @@ class Trainee:
         self._delivery.allow()
         if rules.version == 0 and not self._met_lower:
             # Version 0 has no contributors to choose from: the lowest name does it, and whoever does not know
-            # of a lower one, so that somebody does; the page takes one report.
+            # of a lower one, so that somebody does; the page waits for the log to list its sender.
             self._evaluate()
 
     def installed(self, content: Content) -> None:
-        """Evaluation at the RunSpec's cadence and at the end, by the node that the version chooses."""
+        """Evaluation at the RunSpec's cadence and at the end, by the nodes that the version chooses."""
         if not self._trains:
             return
         rules = self._applied.rules
@@ -87,15 +101,18 @@ class Trainee:
             self._delivery.allow()
         if not self._applied.current:
             return
-        if not isinstance(content, Membership) and is_evaluated(rules, self._ctx.spec):
-            order = evaluation_order(rules)
-            if order[:1] == (self._ctx.me,):
+        due = rules.version != self._due and not isinstance(content, Membership)
+        if due and is_evaluated(rules, self._ctx.spec):
+            # Once: who evaluates a version is not chosen again by what the owner says of it later.
+            self._due = rules.version
+            chosen, stand_in = evaluators(rules, self._ctx.spec)
+            if self._ctx.me in chosen:
                 self._evaluate()
-            elif order[1:2] == (self._ctx.me,):
+            elif self._ctx.me == stand_in:
                 self._stands_in = (rules.version, self._ctx.now + stand_in_after_s(self._ctx.spec))
 
     def _stand_in(self) -> None:
-        """The chosen one may be gone, and its report goes to the tracker alone, so nobody here knows.
+        """A chosen one may be gone, and reports go to the tracker alone, so nobody here knows.
 
         Only while the version still stands: of an older one the arrays are not at hand any more, and the next
         one's turn comes soon. It matters for the last version.

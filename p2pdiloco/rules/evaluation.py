@@ -1,11 +1,29 @@
-"""Who evaluates a certified state on the held-out tokens: chosen by the log, so nobody chooses itself."""
+"""Who evaluates a certified state on the held-out tokens, and what of that counts.
+
+A loss on held-out tokens is a peer's word; nobody recomputes it. So the log chooses who may give it, nobody
+chooses itself, and where three are chosen one of them that lies moves nothing: the median is shown.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+from p2pdiloco import limits
 from p2pdiloco.ids import PeerId
 from p2pdiloco.rules.full_round import latest_tokens
 from p2pdiloco.rules.state import RulesState
-from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.run_spec import EvaluationSet, RunSpec
+from p2pdiloco.wire.messages import EvalReport
+
+
+class Evaluators(NamedTuple):
+    """Of one version."""
+
+    chosen: tuple[PeerId, ...]  # evaluate at once
+    stand_in: PeerId | None  # evaluates as well after `stand_in_after_s`; counts where a chosen one is silent
 
 
 def is_evaluated(state: RulesState, spec: RunSpec) -> bool:
@@ -13,17 +31,67 @@ def is_evaluated(state: RulesState, spec: RunSpec) -> bool:
     return state.finished or (state.version > 0 and state.version % spec.eval_every == 0)
 
 
-def evaluation_order(state: RulesState) -> tuple[PeerId, ...]:
-    """The peers of the present full round, the chosen one first: they take turns by version.
+def evaluation_order(state: RulesState, spec: RunSpec) -> tuple[PeerId, ...]:
+    """The peers of the present full round: training voters first, each kind taking turns by version.
 
-    The second one stands in where the first is silent (`stand_in_after_s`). Empty before the first outer
-    step: version 0 has no contributors to choose from.
+    Empty before the first outer step: version 0 has no contributors to choose from.
     """
-    peers = sorted(latest_tokens(state))
-    turn = state.version % len(peers) if peers else 0
-    return (*peers[turn:], *peers[:turn])
+    peers = latest_tokens(state)
+    voters = sorted(PeerId(v) for v in state.committee.voters if v in peers)
+    others = sorted(peers.keys() - set(voters))
+    turn = state.version // spec.eval_every
+    return (*_turned(voters, turn), *_turned(others, turn))
+
+
+def evaluators(state: RulesState, spec: RunSpec) -> Evaluators:
+    """Up to `evaluators_max` training voters, one of the others where no voter trains; and who stands in."""
+    order = evaluation_order(state, spec)
+    voters = len({*order} & {*state.committee.voters})
+    chosen = order[: min(max(1, voters), spec.evaluators_max)]
+    return Evaluators(chosen, order[len(chosen)] if len(chosen) < len(order) else None)
 
 
 def stand_in_after_s(spec: RunSpec) -> float:
-    """Seconds after which the second in order may evaluate as well: two passes."""
+    """Seconds after which the one who stands in evaluates as well: two passes."""
     return 2 * spec.inner.pass_s
+
+
+def report_fault(report: EvalReport, spec: RunSpec) -> str:
+    """Why a well-formed report makes no sense in this run; empty when it does."""
+    sets = spec.data.evaluations
+    if len(report.sets) != len(sets):
+        return f"{len(report.sets)} losses for {len(sets)} evaluation sets"
+    for said, held_out in zip(report.sets, sets, strict=True):
+        if not said.loss <= limits.loss_shown_max:
+            return f"a loss of {said.loss:.3g}"
+        if not 0 < said.tokens <= held_out.shard.tokens:
+            return f"{said.tokens} of {held_out.shard.tokens} held-out tokens"
+    if len(report.samples) not in (0, len(spec.samples.prompts)):
+        return f"{len(report.samples)} samples for {len(spec.samples.prompts)} prompts"
+    return ""
+
+
+def shown_loss(losses: Sequence[float]) -> float:
+    """The median of what a version's evaluators say; of one or two the mean. Nats per token."""
+    return float(median(losses))
+
+
+def agreeing(losses: Sequence[float]) -> int:
+    """How many of them say what is shown, but for what devices differ in."""
+    shown = shown_loss(losses)
+    return sum(abs(loss - shown) <= limits.evaluation_agrees_nats for loss in losses)
+
+
+def perplexity(loss: float) -> float:
+    """e^loss, of a loss in nats per token of at most `loss_shown_max`."""
+    return math.exp(loss)
+
+
+def bits_per_byte(loss: float, held_out: EvaluationSet) -> float:
+    """Nats per token as bits per byte of the text that its tokens stand for, whatever the tokenizer."""
+    return loss * held_out.shard.tokens / held_out.text_bytes / math.log(2)
+
+
+def _turned(peers: Sequence[PeerId], turn: int) -> tuple[PeerId, ...]:
+    first = turn % len(peers) if peers else 0
+    return (*peers[first:], *peers[:first])

@@ -129,6 +129,9 @@ def after_owner(state: RulesState, word: OwnerWord) -> RulesState:
             revoked = sorted({*state.revoked, word.peer})
             assert len(revoked) <= limits.revoked_max, "voters refuse a revocation beyond the limit"
             return replace(state, revoked=tuple(revoked))
+        case "recover":
+            assert word.committee is not None, "a recovery names its committee"
+            return replace(state, committee=word.committee)
         case _:
             raise AssertionError(f"no such owner word: {word.kind}")
 

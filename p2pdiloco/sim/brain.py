@@ -28,6 +28,9 @@ class Brain(Protocol):
     def term(self) -> int: ...
 
     @property
+    def epoch(self) -> int: ...
+
+    @property
     def committee(self) -> Committee: ...
 
     @property

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 from p2pdiloco.ids import Digest, PeerId, peer_id_of, short, tagged_digest
 from p2pdiloco.protocol.actions import Settled, VoterRecord
+from p2pdiloco.sim.lineage import Certified, Headers, Lineage, Violation
 from p2pdiloco.wire.log import (
     Body,
     Committee,
-    Contribution,
     Entry,
-    Membership,
-    OuterStep,
-    Refused,
     body_digest,
+    changes_committee,
     committee_digest,
-    genesis_digest,
+    is_recovery,
     open_body,
     state_root,
 )
@@ -41,26 +39,7 @@ if TYPE_CHECKING:
     from p2pdiloco.sim.machine import Machine
     from p2pdiloco.sim.world import World
 
-
-class Violation(Exception):
-    """A promise was broken."""
-
-    def __init__(self, rule: str, detail: str) -> None:
-        super().__init__(f"{rule}: {detail}")
-        self.rule = rule
-
-
-class Certified:
-    """One index of the only chain there may be."""
-
-    __slots__ = ("at", "body", "committee", "content_root", "digest", "term")
-
-    def __init__(self, body: Body, digest: Digest, committee: Committee, term: int, at: float) -> None:
-        self.body = body
-        self.digest = digest
-        self.committee = committee  # governs the next index
-        self.term = term
-        self.at = at  # seconds
+__all__ = ["Checkers", "Violation"]
 
 
 class _Voter:
@@ -69,45 +48,79 @@ class _Voter:
     __slots__ = ("acks", "term_said", "term_seen")
 
     def __init__(self) -> None:
-        self.acks: dict[tuple[int, int], tuple[Digest, bool]] = {}  # (index, term) -> (body, last)
+        self.acks: dict[tuple[int, int, int], tuple[Digest, bool]] = {}  # epoch, index, term -> body, last
         self.term_said = 0  # in votes and acks
         self.term_seen = 0  # of this life
 
 
 class Checkers:
-    """One per world; the machines call it at the moments it names."""
+    """One per world; the machines call it at the moments it names.
+
+    In each epoch there is one chain. The newest is the run's; older ones still must not be broken.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.chain: list[Certified] = []
-        self.listed: dict[Digest, int] = {}  # delta -> index
-        self.refused: dict[Digest, int] = {}
-        self.sequences: dict[PeerId, int] = {}  # highest settled by the log
-        self.headers: dict[Digest, tuple[PeerId, DeltaHeader]] = {}  # every delta ever made
+        self.headers: Headers = {}  # every delta ever made
+        spec = world.run.spec
+        self.epochs = {0: Lineage(world.run.run, 0, spec.committee.genesis, self.headers)}
         self.held: dict[Digest, set[PeerId]] = {}  # who said HAVE or HELD
         self._settled: dict[PeerId, set[Digest]] = {}
         self._voters: dict[PeerId, _Voter] = {}
         self._bodies: dict[Digest, Body] = {}
-        self._tallies: dict[tuple[int, int, Digest, bool, bytes], set[PeerId]] = {}
-        self.version = 0  # outer steps certified
+        self._tallies: dict[tuple[int, int, int, Digest, bool, bytes], set[PeerId]] = {}
+        self._cut: set[PeerId] = set()  # whose state lies on what their log dropped
 
     # What is true
 
     @property
+    def newest(self) -> Lineage:
+        return self.epochs[max(self.epochs)]
+
+    @property
+    def chain(self) -> list[Certified]:
+        return self.newest.chain
+
+    @property
     def index(self) -> int:
         """The certified index."""
-        return len(self.chain)
+        return self.newest.index
+
+    @property
+    def version(self) -> int:
+        return self.newest.version
+
+    @property
+    def sequences(self) -> dict[PeerId, int]:
+        return self.newest.sequences
 
     @property
     def committee(self) -> Committee:
         """The newest one: it governs the next index."""
-        return self.chain[-1].committee if self.chain else self._world.run.spec.committee.genesis
+        return self.newest.committee
 
-    def head(self, index: int) -> Digest:
-        return self.chain[index - 1].digest if index else genesis_digest(self._world.run.run)
+    def _of(self, machine: Machine) -> Lineage:
+        """The chain that this machine follows."""
+        return self.epochs[machine.epoch]
 
     def _voter(self, machine: Machine) -> _Voter:
         return self._voters.setdefault(machine.id, _Voter())
+
+    def recovered(self, entry: Entry) -> None:
+        """The owner begins an epoch with `entry`."""
+        body = open_body(entry.body)
+        if body.epoch in self.epochs:
+            raise Violation("an owner begins an epoch once", str(body.epoch))
+        found = (
+            e for _, e in sorted(self.epochs.items(), reverse=True)
+            if body.index - 1 <= e.index and e.head(body.index - 1) == body.previous
+        )  # fmt: skip
+        parent = next(found, None)
+        if parent is None:
+            raise Violation("a recovery stands on a certified entry", f"epoch {body.epoch}")
+        lineage = parent.branch(body.epoch, body.index - 1)
+        self.epochs[body.epoch] = lineage
+        self._add(lineage, body, body_digest(entry.body), entry.certificate.term)
 
     # Acks
 
@@ -127,98 +140,77 @@ class Checkers:
         self, machine: Machine, index: int, term: int, digest: Digest, body: Body, *, last: bool
     ) -> None:
         voter = self._voter(machine)
-        before = voter.acks.setdefault((index, term), (digest, last))
+        before = voter.acks.setdefault((body.epoch, index, term), (digest, last))
         if before != (digest, last):
             raise Violation(
                 "one ack for each index and term",
                 f"{machine.name} acked {short(before[0])} and {short(digest)} at {index} in term {term}",
             )
         self._bodies[digest] = body
-        tally = self._tallies.setdefault((index, term, digest, last, body.committee), set())
+        tally = self._tallies.setdefault((body.epoch, index, term, digest, last, body.committee), set())
         if machine.id in tally:
             return
         tally.add(machine.id)
-        if index <= self.index:
-            governing = (
-                self.chain[index - 2].committee if index > 1 else self._world.run.spec.committee.genesis
-            )
-        elif index == self.index + 1:
-            governing = self.committee
-        else:
+        lineage = self.epochs[body.epoch]
+        if index > lineage.index + 1:
             return  # its predecessor has no majority: found when it would count
+        governing = lineage.governing(index)
         if body.committee == committee_digest(governing) and self._majority(tally, governing):
-            self._certified(index, digest, body, term)
+            self._certified(lineage, index, digest, body, term)
 
     @staticmethod
     def _majority(tally: set[PeerId], committee: Committee) -> bool:
         return sum(1 for member in committee.members if member in tally) >= committee.quorum
 
-    def _certified(self, index: int, digest: Digest, body: Body, term: int) -> None:
-        if index <= self.index:
-            if self.chain[index - 1].digest != digest:
+    def _certified(self, lineage: Lineage, index: int, digest: Digest, body: Body, term: int) -> None:
+        if index <= lineage.index:
+            if lineage.chain[index - 1].digest != digest:
                 raise Violation(
                     "one certified body for each index",
-                    f"{short(self.chain[index - 1].digest)} and {short(digest)} at {index} (term {term})",
+                    f"{short(lineage.chain[index - 1].digest)} and {short(digest)} at {index} (term {term})",
                 )
             return
-        if body.index != index or body.previous != self.head(index - 1):
-            raise Violation("chain", f"the body certified at {index} does not follow {index - 1}")
-        content = body.content
-        committee = content.committee if isinstance(content, Membership) else self.committee
-        if isinstance(content, OuterStep):
-            self._counted(content, index)
-        self.chain.append(Certified(body, digest, committee, term, self._world.now))
-        world = self._world
-        world.trace.append(
-            f"{world.now:9.3f} certified {index} {short(digest)} {type(content).__name__} in term {term}, "
-            f"committee of {committee.size}"
-        )
+        self._add(lineage, body, digest, term)
 
-    def _counted(self, step: OuterStep, index: int) -> None:
-        """No delta counts twice, none out of order, none of what was refused."""
-        if step.version != self.version + 1:
-            raise Violation("versions count outer steps", f"{step.version} after {self.version}")
-        self.version = step.version
-        for c in step.contributions:
-            delta, peer = Digest(c.delta), PeerId(c.peer)
-            if delta in self.listed or delta in self.refused:
-                raise Violation("a delta counts once", f"{short(delta)} again at {index}")
-            if c.sequence <= self.sequences.get(peer, 0):
-                raise Violation("sequences rise", f"{c.sequence} of {short(peer)} at {index}")
-            made = self.headers.get(delta)
-            if made is None or made[0] != peer or made[1].base_version != c.base_version:
-                raise Violation("credit follows the delta", f"{short(delta)} at {index}")
-            self.listed[delta] = index
-        for r in step.refused:
-            self.refused[Digest(r.delta)] = index
-        everything: list[Contribution | Refused] = [*step.contributions, *step.refused]
-        for named in everything:
-            peer = PeerId(named.peer)
-            self.sequences[peer] = max(self.sequences.get(peer, 0), named.sequence)
+    def _add(self, lineage: Lineage, body: Body, digest: Digest, term: int) -> None:
+        world = self._world
+        lineage.add(body, digest, term, world.now)
+        world.trace.append(
+            f"{world.now:9.3f} certified {body.index} {short(digest)} {type(body.content).__name__} in term "
+            f"{term}, epoch {lineage.epoch}, committee of {lineage.committee.size}"
+        )
 
     # Certificates and states on disks
 
     def entries_saved(self, machine: Machine, entries: tuple[Entry, ...]) -> None:
         for entry in entries:
             body, digest = open_body(entry.body), body_digest(entry.body)
-            if body.index > self.index or self.chain[body.index - 1].digest != digest:
+            lineage = self.epochs.get(body.epoch)
+            if lineage is None or not lineage.contains(body.index, digest):
                 raise Violation(
                     "only what is certified is kept", f"{machine.name} keeps {short(digest)} at {body.index}"
                 )
+            if is_recovery(entry, self._world.run.spec.owner_key):
+                continue
             certificate = entry.certificate
             tally = self._tallies.get(
-                (body.index, certificate.term, digest, certificate.last, certificate.committee), set()
+                (body.epoch, body.index, certificate.term, digest, certificate.last, certificate.committee),
+                set(),
             )
             signers = {peer_id_of(ack.key) for ack in certificate.acks}
             if not signers <= tally:
                 raise Violation("a certificate holds acks that were given", f"{machine.name} at {body.index}")
-            governing = (
-                self.chain[body.index - 2].committee
-                if body.index > 1
-                else self._world.run.spec.committee.genesis
-            )
-            if not self._majority(signers, governing):
+            if not self._majority(signers, lineage.governing(body.index)):
                 raise Violation("a certificate is a majority", f"{machine.name} at {body.index}")
+
+    def cut(self, machine: Machine, dropped: list[Entry]) -> None:
+        """A log drops entries, oldest first, only of epochs that its voter has left for good."""
+        record = machine.disk.durable_record
+        epochs = {open_body(entry.body).epoch for entry in dropped}
+        if record is None or record.epoch <= max(epochs):
+            raise Violation("only an ended epoch is dropped", f"{machine.name} drops of {sorted(epochs)}")
+        if machine.state.index >= open_body(dropped[0].body).index:
+            self._cut.add(machine.id)
 
     def installed(self, machine: Machine, before: int) -> None:
         """The state on this machine is that of the certified entry, to the bit."""
@@ -228,18 +220,25 @@ class Checkers:
         self._same_root(machine)
 
     def snapshot_installed(self, machine: Machine, before: int) -> None:
-        if machine.state.index < before:
+        """It never goes back, but for a recovery; one that was on its way when that came is gone again."""
+        if machine.state.index > len(machine.disk.entries):
+            self._cut.add(machine.id)
+            return
+        if machine.state.index < before and machine.id not in self._cut:
             raise Violation(
                 "a snapshot never goes back", f"{machine.name} {machine.state.index} after {before}"
             )
+        self._cut.discard(machine.id)
         self._same_root(machine)
 
     def _same_root(self, machine: Machine) -> None:
-        state, root_of = machine.state, self._world.arithmetic.root_of
-        if state.index > self.index:
+        state, root_of, lineage = machine.state, self._world.arithmetic.root_of, self._of(machine)
+        if state.index > lineage.index:
             raise Violation("only certified entries are applied", f"{machine.name} at {state.index}")
+        if state.index == 0:
+            return
         root = state_root(root_of(state.params), root_of(state.momentum), tagged_digest("rules", state.rules))
-        if root != self.chain[state.index - 1].body.content.state_root:
+        if root != lineage.chain[state.index - 1].body.content.state_root:
             raise Violation("every replica has the same bits", f"{machine.name} at {state.index}")
 
     # What is said
@@ -266,7 +265,7 @@ class Checkers:
         record = machine.disk.durable_record
         if record is None or record.ack is None or record.term < ack.term:
             raise Violation("a vote is saved before it is said", f"{machine.name} ack at {ack.index}")
-        given = voter.acks.get((ack.index, ack.term))
+        given = voter.acks.get((record.epoch, ack.index, ack.term))
         if given != (ack.body, ack.last):
             raise Violation("a vote is saved before it is said", f"{machine.name} ack at {ack.index}")
         if record.ack_index == ack.index and record.ack.term == ack.term:
@@ -295,8 +294,8 @@ class Checkers:
         ):
             index = open_body(proposal.body).index
             raise Violation("an aggregator acks before it proposes", f"{machine.name} at {index}")
-        for certified in self.chain[: record.ack_index - 1][::-1]:
-            if isinstance(certified.body.content, Membership):
+        for certified in self._of(machine).chain[: record.ack_index - 1][::-1]:
+            if changes_committee(certified.body.content):
                 if proposal.term <= certified.term:
                     raise Violation(
                         "a new committee is led in a later term",
@@ -348,12 +347,13 @@ class Checkers:
             raise Violation("a delta is settled once", f"{machine.name} {short(delta)} {how}")
         mine.add(delta)
         peer, header = self.headers[delta]
-        last = self.sequences.get(peer, 0)
+        lineage = self._of(machine)
+        listed, last = delta in lineage.listed, lineage.sequences.get(peer, 0)
         fits = {
-            Settled.LISTED: delta in self.listed,
+            Settled.LISTED: listed,
             # Not above: after a disk was put back, another delta may have had the same number.
-            Settled.PASSED_OVER: delta not in self.listed and header.sequence <= last,
-        }.get(how, delta not in self.listed)
+            Settled.PASSED_OVER: not listed and header.sequence <= last,
+        }.get(how, not listed)
         if peer != machine.id or not fits:
             raise Violation("the log settles", f"{machine.name} takes {short(delta)} as {how}")
 

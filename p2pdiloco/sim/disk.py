@@ -64,6 +64,7 @@ class Disk:
     """One machine's disk. Attributes are what the running process sees."""
 
     def __init__(self, genesis: StateFiles, forgets: frozenset[str] = frozenset()) -> None:
+        self.genesis = genesis
         self.forgets = forgets  # of "record", "entries": written but never synced before what follows
         self.full = False
         self.boot = 0
@@ -102,6 +103,19 @@ class Disk:
         if "entries" not in self.forgets:
             self._entries_synced = len(self.entries)
 
+    def cut(self, index: int) -> None:
+        """Drop the entries after `index`, and first the states and snapshots of what they made."""
+        self._room()
+        self.snapshots = tuple(kept for kept in self.snapshots if kept[0].index <= index)
+        older = self.snapshots[-1][1] if self.snapshots else self.genesis
+        if self._state_synced.index > index:
+            self._state_synced = older
+        if self.state.index > index:
+            self.state = self._state_synced
+        del self.entries[index:]
+        if "entries" not in self.forgets:
+            self._entries_synced = min(self._entries_synced, index)
+
     def put_blob(self, delta: Digest, data: bytes) -> None:
         self._room()
         self.blobs[delta] = data
@@ -127,8 +141,8 @@ class Disk:
 
     def keep_snapshot(self, offer: SnapshotOffer, state: StateFiles) -> None:
         """A snapshot is whole or not there; the newest ones stay."""
-        others = tuple(kept for kept in self.snapshots if kept[0].index != offer.index)
-        self.snapshots = (*others, (offer, state))[-limits.snapshots_kept :]
+        kept = [kept for kept in self.snapshots if kept[0].index != offer.index] + [(offer, state)]
+        self.snapshots = tuple(sorted(kept, key=lambda k: k[0].index)[-limits.snapshots_kept :])
 
     def install_snapshot(self, offer: SnapshotOffer, state: StateFiles) -> None:
         """A fetched snapshot is the state, durably, and may be served."""
@@ -140,6 +154,14 @@ class Disk:
         self.record = self._record_synced
         del self.entries[self._entries_synced :]
         self.state = self._state_synced
+
+    def newest_state(self) -> StateFiles:
+        """What a start finds: the newest state that is not after the log's last entry."""
+        index = len(self.entries)
+        if self.state.index <= index:
+            return self.state
+        older = [state for offer, state in self.snapshots if offer.index <= index]
+        return older[-1] if older else self.genesis
 
     def image(self) -> Image:
         return Image(

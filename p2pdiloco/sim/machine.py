@@ -92,7 +92,7 @@ class Machine:
         self.life += 1
         self.up, self.frozen, self.ended, self.leaving = True, False, False, False
         self._timer_at = float("inf")
-        self.state = self.disk.state
+        self.disk.state = self.state = self.disk.newest_state()
         # What the log names is served from the start, as the real server does after a restart.
         bodies = (open_body(entry.body).content for entry in self.disk.entries)
         self.revealed = {Digest(c.delta) for b in bodies if isinstance(b, OuterStep) for c in b.contributions}
@@ -256,10 +256,15 @@ class Machine:
 
     # Envelopes
 
+    @property
+    def epoch(self) -> int:
+        """What the driver seals its messages with."""
+        return self.brain.epoch if self.brain is not None else 0
+
     def seal(self, message: Message, peer: PeerId) -> bytes:
         self._n += 1
         return seal(
-            message, self.signer, run=self.world.run.run, epoch=0, boot=self.boot, n=self._n,
+            message, self.signer, run=self.world.run.run, epoch=self.epoch, boot=self.boot, n=self._n,
             to=receiver_of(message, peer),
         )  # fmt: skip
 
@@ -267,16 +272,19 @@ class Machine:
         """What this machine announces to the tracker."""
         return self.seal(PeerRecord(("127.0.0.1",), 1, self.name, self.role, self.boot), ANYBODY)
 
-    def receive(self, sender: PeerId, key: bytes, boot: int, message: Message, sealed: bytes) -> None:
+    def receive(
+        self, sender: PeerId, key: bytes, boot: int, message: Message, sealed: bytes, epoch: int
+    ) -> None:
         """What a transport does with a message: open it, then hand it on."""
         world = self.world
         if world.real_keys:
             opened = open_envelope(sealed, world.verify, run=world.run.run, me=self.id)
             sender, key, boot, message = opened.sender, opened.key, opened.boot, opened.message
+            epoch = opened.epoch
         if isinstance(message, Peers):
             self.receive_records(message.records)
         else:
-            self.post(fact.MessageReceived(sender, key, boot, message, sealed))
+            self.post(fact.MessageReceived(sender, key, boot, message, sealed, epoch))
 
     def receive_records(self, records: tuple[bytes, ...]) -> None:
         """Peer records passed on: each is opened as if its owner had sent it."""
@@ -287,5 +295,7 @@ class Machine:
                 continue
             if opened.sender != self.id and isinstance(opened.message, PeerRecord):
                 self.post(
-                    fact.MessageReceived(opened.sender, opened.key, opened.boot, opened.message, record)
+                    fact.MessageReceived(
+                        opened.sender, opened.key, opened.boot, opened.message, record, opened.epoch
+                    )
                 )

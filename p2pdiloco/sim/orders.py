@@ -37,6 +37,12 @@ def save_entries(m: Machine, action: do.SaveEntries) -> None:
     m.world.checkers.entries_saved(m, action.entries)
 
 
+def cut_log(m: Machine, action: do.CutLog) -> None:
+    dropped = m.disk.entries[action.index :]
+    m.disk.cut(action.index)
+    m.world.checkers.cut(m, dropped)
+
+
 def send(m: Machine, action: do.Send) -> None:
     world, message, peer = m.world, action.message, action.peer
     assert peer != m.id, f"{type(message).__name__} to itself"
@@ -49,11 +55,11 @@ def send(m: Machine, action: do.Send) -> None:
     sealed = b""
     if world.real_keys or isinstance(message, _TRAVELS_SEALED):
         sealed = m.seal(message, peer)
-    source, key, boot = m.id, m.signer.public_key, m.boot
+    source, key, boot, epoch = m.id, m.signer.public_key, m.boot, m.epoch
 
     def deliver() -> None:
         if target.up and world.network.works(source, peer):
-            target.receive(source, key, boot, message, sealed)
+            target.receive(source, key, boot, message, sealed, epoch)
 
     world.network.send(source, peer, deliver)
     if not target.up and world.chance.happens(0.3):
@@ -218,11 +224,14 @@ def snapshot_of(m: Machine, offer: SnapshotOffer) -> StateFiles | None:
 def fetch_snapshot(m: Machine, action: do.FetchSnapshot) -> None:
     world, offer, life = m.world, action.offer, m.life
     donors = [world.machines[d] for d in action.donors if d != m.id and d in world.machines]
+    own = m.disk.genesis if offer.index == 0 else snapshot_of(m, offer)
 
     def ask(rest: list[Machine]) -> None:
         if m.life != life:
             return
-        if rest:
+        if own is not None and not m.disk.full:
+            keep(own)
+        elif rest:
             source = rest[0].id
             world.network.transfer(source, m.id, lambda ok: end(rest, arrived=ok), snapshot=True)
         else:
@@ -233,11 +242,14 @@ def fetch_snapshot(m: Machine, action: do.FetchSnapshot) -> None:
         if m.life != life or state is None or m.disk.full:
             ask(rest[1:])
             return
+        world.snapshots_fetched += 1
+        keep(state)
+
+    def keep(state: StateFiles) -> None:
         before = m.state.index
         m.state = replace(state, version=action.version, rules=bytes(offer.rules))
         m.prepared.clear()
         m.disk.install_snapshot(offer, m.state)
-        world.snapshots_fetched += 1
         world.checkers.snapshot_installed(m, before)
         m.post(fact.SnapshotFetched(offer.index))
 
@@ -281,6 +293,7 @@ def nothing(m: Machine, action: Action) -> None:
 PERFORM: dict[type[Action], Callable[[Machine, Any], None]] = {
     do.SaveRecord: save_record,
     do.SaveEntries: save_entries,
+    do.CutLog: cut_log,
     do.Send: send,
     do.RememberPeer: remember,
     do.UploadDelta: upload,
@@ -295,6 +308,7 @@ PERFORM: dict[type[Action], Callable[[Machine, Any], None]] = {
     do.SettleDelta: settle,
     do.AdoptState: adopt,
     do.AllowPasses: allow_passes,
+    do.EnterEpoch: nothing,  # a machine seals in the epoch that its brain is in
     do.EvaluateState: nothing,
     do.Say: nothing,
     do.RunEnded: run_ended,

@@ -14,6 +14,7 @@ import numpy as np
 
 from p2pdiloco.sim import schedules_faults as faults
 from p2pdiloco.sim import schedules_membership as membership
+from p2pdiloco.sim import schedules_recovery as recovery
 from p2pdiloco.sim.brain import MakeBrain
 from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.stage import Stage
@@ -34,6 +35,11 @@ _AT_EVERY_STEP = {
     f"aggregator_{how}_at_{step}": Schedule(partial(faults.aggregator_dies_at, step=step, how=how))
     for how in ("crash", "freeze")
     for step in (0, 1, 2, 4, 6, 9)
+}
+
+_WHILE_FOLLOWING = {
+    f"crash_while_following_at_{step}": Schedule(partial(recovery.crash_while_following, step=step))
+    for step in (0, 1, 2, 3, 5)
 }
 
 SCHEDULES: dict[str, Schedule] = {
@@ -72,6 +78,18 @@ SCHEDULES: dict[str, Schedule] = {
     "whole_committee_is_replaced": Schedule(membership.whole_committee_is_replaced),
     "witness_returns_to_its_seat": Schedule(membership.witness_returns_to_its_seat),
     "newcomer_is_slow_to_catch_up": Schedule(membership.newcomer_is_slow_to_catch_up),
+    "lost_majority_of_three": Schedule(recovery.lost_majority_of_three),
+    "lost_majority_of_five": Schedule(recovery.lost_majority_of_five, size_max=5),
+    "old_majority_comes_back": Schedule(recovery.old_majority_comes_back),
+    "two_epochs_alive": Schedule(recovery.two_epochs_alive),
+    "disjoint_committees_meet": Schedule(recovery.disjoint_committees_meet),
+    "witness_alone": Schedule(recovery.witness_alone),
+    "two_recoveries": Schedule(recovery.two_recoveries),
+    "newcomer_after_a_recovery": Schedule(recovery.newcomer_after_a_recovery),
+    "all_restart_after_a_recovery": Schedule(recovery.all_restart_after_a_recovery),
+    "snapshot_on_its_way": Schedule(recovery.snapshot_on_its_way),
+    "forged_recovery": Schedule(recovery.forged_recovery),
+    **_WHILE_FOLLOWING,
     **_AT_EVERY_STEP,
 }
 

@@ -262,7 +262,7 @@ def replayed_headers(stage: Stage) -> None:
             if target.up:
                 sealed = machine.seal(order.message, order.peer)
                 event = fact.MessageReceived(
-                    machine.id, machine.signer.public_key, machine.boot, order.message, sealed
+                    machine.id, machine.signer.public_key, machine.boot, order.message, sealed, machine.epoch
                 )
                 target.post(event)
 

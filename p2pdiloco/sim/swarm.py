@@ -17,10 +17,13 @@ from p2pdiloco.sim.brain import MakeBrain
 from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.faults import Faults, draw_rates
 from p2pdiloco.sim.machine import Machine
+from p2pdiloco.sim.owner import Owner
 from p2pdiloco.sim.tiny_run import Timings
 from p2pdiloco.sim.world import World
 
 SHORT_PASSES = 0.15  # share of seeds
+CARELESS = 0.15  # share of seeds in which the owner recovers a run that may live
+RECOVERY_S = 12.0  # and then about so often
 MANY = 7  # nodes from which a swarm lives for a shorter time
 LEDGER_ROUNDS = 8  # deadlines after which what a majority held must be settled
 HEALED_ENTRIES = 3  # certified entries after which a healed swarm counts as going on
@@ -74,7 +77,7 @@ def run_seed(
     )
     if prepare is not None:
         prepare(world)
-    life = _Life(world, nodes)
+    life = _Life(world, nodes, careless=pick[7] < CARELESS)
     violation = ""
     try:
         life.live()
@@ -102,10 +105,13 @@ def failover_s(spec: RunSpec) -> float:
 class _Life:
     """The phases of a seed."""
 
-    def __init__(self, world: World, nodes: int) -> None:
+    def __init__(self, world: World, nodes: int, *, careless: bool = False) -> None:
+        """`careless`: the owner recovers now and then, whatever goes on."""
         self.world = world
         self.count = nodes
         self.recovery_s = float("nan")
+        self.owner = Owner(world)
+        self.careless = careless
         self.largest = 1
 
     def live(self) -> None:
@@ -120,9 +126,22 @@ class _Life:
         for node in world.nodes():
             late = 0.0 if chance.happens(0.7) else chance.uniform(0.0, fault_s)
             world.at(late, node.start)
+        if self.careless:
+            world.at(chance.uniform(5.0, RECOVERY_S), self._recover)
         world.run_until(fault_s)
+        self.careless = False
         faults.stop()
         self._heal()
+
+    def _recover(self) -> None:
+        """From whatever some machines have, whoever else is alive; only these hear of it at first."""
+        world = self.world
+        if not self.careless:
+            return
+        world.at(world.chance.uniform(0.3, 1.7) * RECOVERY_S, self._recover)
+        up = [m for m in world.machines.values() if m.up and not m.frozen]
+        if up:
+            self.owner.rescue(world.chance.sample(up, 1 + world.chance.below(len(up))))
 
     def _heal(self) -> None:
         """Start everybody but a random minority of the newest committee, and expect progress."""
@@ -137,9 +156,14 @@ class _Life:
         before = world.checkers.index
         began = world.now
         committee = world.checkers.committee
-        if not living or len(self._away()) > committee.size - committee.quorum:
-            return  # nothing to train, or a majority gone for good: nothing is promised
+        if not living:
+            return  # nothing to train
         spec = world.run.spec
+        if len(self._away()) > committee.size - committee.quorum:
+            # A majority is gone for good.
+            if not self._rescued():
+                return  # nobody has a state: nothing is promised
+            before, began = world.checkers.index, world.now
         bound = 2 * failover_s(spec)  # R2 allows one in a hundred to be later than once that
         world.run_for(bound, lambda: world.checkers.index > before)
         if world.checkers.index > before:
@@ -153,6 +177,12 @@ class _Life:
                 f"{self._names(world.checkers.committee.members)}, dead {self._names(sorted(dead))}",
             )
         self._ledger()
+
+    def _rescued(self) -> bool:
+        """The owner puts those in charge who are there."""
+        world = self.world
+        world.run_for(2 * failover_s(world.run.spec))  # let what is known spread first
+        return self.owner.rescue([m for m in world.machines.values() if m.up]) is not None
 
     def _ledger(self) -> None:
         """What a majority held at this moment is settled some outer steps later (R3)."""

@@ -13,11 +13,13 @@ import numpy.typing as npt
 from p2pdiloco.ids import NO_DIGEST, PeerId, RunId, digest_of
 from p2pdiloco.rules.delta_layout import is_sparse
 from p2pdiloco.run_spec import (
+    BYTES,
     FORMAT,
     MATH_VERSION,
     BlobRef,
     CommitteeSpec,
     DataSpec,
+    EvaluationSet,
     Genesis,
     InnerSpec,
     ModelSpec,
@@ -83,10 +85,9 @@ def tiny_run(
         name="simulated",
         owner_key=owner.public_key,
         model=ModelSpec(
-            family="llama", preset="simulated", vocab_size=256, hidden_size=8, intermediate_size=16,
-            layers=1, heads=1, kv_heads=1, seq_len=8, tied=True, tensors=tensors,
+            family="llama", preset="simulated", config=b"{}", vocab_size=256, seq_len=8, tensors=tensors,
         ),
-        data=DataSpec(tokenizer="bytes", shards=(shard,), evaluation=shard),
+        data=DataSpec(BYTES, 1, (shard,), (EvaluationSet("all", shard, 1024),)),
         inner=InnerSpec(
             inner_steps=4, pass_s=timings.pass_s, sequences_per_step=1, lr=1e-3, lr_min_share=0.1,
             warmup_tokens=0, moments_warmup_steps=0, beta1=0.9, beta2=0.95, weight_decay=0.1, clip_norm=1.0,

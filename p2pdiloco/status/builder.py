@@ -12,24 +12,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from p2pdiloco import limits
+from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import PeerId, RunId, short
 from p2pdiloco.protocol.tracker import Listed
+from p2pdiloco.rules.evaluation import report_fault
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.status.curve import DAY_S, LATE_ROUNDS, History, weighted_loss
 from p2pdiloco.status.evaluators import Evaluators
 from p2pdiloco.status.names import clean_name, clean_text, finite
 from p2pdiloco.status.read_model import (
+    Checkpoint,
     Credit,
     EvalPoint,
     EventLine,
     JoinHint,
     PeerName,
     RunStatus,
+    Samples,
     VersionPoint,
 )
 from p2pdiloco.status.traffic import Traffic
 from p2pdiloco.status.view import render_status
-from p2pdiloco.wire.log import Committee, Entry, Membership, OuterStep, OwnerEntry, open_body
+from p2pdiloco.wire.log import (
+    Committee,
+    Entry,
+    Membership,
+    OuterStep,
+    OwnerEntry,
+    changes_committee,
+    open_body,
+)
 from p2pdiloco.wire.messages import EvalReport
 
 HOUR_S = 3600.0
@@ -48,6 +60,7 @@ class Unsaved(NamedTuple):
     versions: tuple[VersionPoint, ...]
     credits: tuple[Credit, ...]
     evaluations: tuple[EvalPoint, ...]
+    samples: tuple[Samples, ...]
     events: tuple[EventLine, ...]
 
 
@@ -59,6 +72,7 @@ class _Pending:
         self.versions: deque[VersionPoint] = deque(maxlen=rows)
         self.credits: deque[Credit] = deque(maxlen=rows)
         self.evaluations: deque[EvalPoint] = deque(maxlen=rows)
+        self.samples: deque[Samples] = deque(maxlen=limits.samples_kept)
         self.events: deque[EventLine] = deque(maxlen=limits.events_kept)
 
 
@@ -96,6 +110,8 @@ class StatusBuilder:
         self.fed_unix: float | None = None
         self.history = History()
         self.evaluations: dict[int, EvalPoint] = {}
+        self.checkpoints: tuple[Checkpoint, ...] = ()  # offered for download; the tracker says which
+        self.samples: dict[int, Samples] = {}  # of the newest versions
         self.events: deque[EventLine] = deque(maxlen=limits.events_kept)
         self.membership_changes: deque[int] = deque(maxlen=limits.events_kept)
         self.accounts: dict[PeerId, Account] = {}
@@ -133,6 +149,7 @@ class StatusBuilder:
         earned: Sequence[Credit],
         evaluations: Sequence[EvalPoint],
         events: Sequence[EventLine],
+        samples: Sequence[Samples] = (),
     ) -> None:
         """History from the database, each in order. Call first; then feed the log from its beginning."""
         assert self.index == 0, "restore comes before the log"
@@ -143,6 +160,8 @@ class StatusBuilder:
             if c.when_unix is not None:
                 account.tokens_by_hour[int(c.when_unix // HOUR_S)] += c.tokens
         self.evaluations = {e.version: e for e in evaluations[-limits.points_kept :]}
+        self.evaluators.restore(evaluations)
+        self.samples = {s.version: s for s in samples[-limits.samples_kept :]}
         self.events.extend(events)
         self.membership_changes.extend(e.version for e in events if e.kind in ("joined", "left", "back"))
 
@@ -169,10 +188,11 @@ class StatusBuilder:
                 self._committee_changed(new, when_unix)
             case OwnerEntry(word=word):
                 self._owner_said(word.kind, word.value, when_unix)
-        of_genesis = self.evaluators.entry_applied(body.content, when_unix)
-        if of_genesis is not None:
-            self._take_evaluation(of_genesis)
-        if entry.certificate.last or isinstance(body.content, Membership):
+                if word.committee is not None:
+                    self._committee_changed(word.committee, when_unix)
+        if self.evaluators.entry_applied(body.content, when_unix):
+            self._take_evaluation(0)
+        if entry.certificate.last or changes_committee(body.content):
             # Handing over is everyday life and would fill the list of events: only who fell silent is news.
             self._handed_over(term + 1)
 
@@ -216,34 +236,40 @@ class StatusBuilder:
             self._forget_strangers()
 
     def evaluated(self, by: PeerId, report: EvalReport, *, when_unix: float) -> None:
-        """An evaluation that the directory accepted: it stands if it is the chosen peer's, and sane.
+        """An evaluation that the directory accepted: it counts if the log chose its sender.
 
         Of version 0, where nobody is chosen, it waits until the log lists its sender.
-        """
-        if not report.loss <= limits.loss_shown_max or report.version in self.evaluations:
-            return
-        point = EvalPoint(
-            version=report.version,
-            when_unix=when_unix,
-            loss=report.loss,
-            tokens=report.tokens,
-            by=self.name_of(by),
-        )
-        if self.evaluators.accepts(by, report.version, when_unix):
-            self._take_evaluation(point)
-        elif report.version == 0:
-            known = self.evaluators.keep(by, point)
-            if known is not None:
-                self._take_evaluation(known)
 
-    def _take_evaluation(self, point: EvalPoint) -> None:
-        if point.version in self.evaluations:
+        Raises: PeerError: BAD_REPORT, NOT_CHOSEN, TOO_EARLY.
+        """
+        if fault := report_fault(report, self.spec):
+            raise PeerError("BAD_REPORT", f"an evaluation with {fault}")
+        if self.evaluators.take(by, self.name_of(by), report, when_unix):
+            self._take_evaluation(report.version)
+
+    def _take_evaluation(self, version: int) -> None:
+        """What is shown of `version` has changed: one more says what its losses are."""
+        self._take_samples(version)
+        point = self.evaluators.point(version)
+        if point is None:
             return
-        self.evaluations[point.version] = point
+        self.evaluations[version] = point
         if len(self.evaluations) > limits.points_kept:
             for version in sorted(self.evaluations)[1 : limits.points_kept // 2 : 2]:
                 del self.evaluations[version]
         self._new.evaluations.append(point)
+
+    def _take_samples(self, version: int) -> None:
+        samples = self.evaluators.samples(version)
+        kept = self.samples.get(version)
+        # After a restart what one more evaluator wrote does not replace what three did.
+        if samples is None or (kept is not None and kept.evaluators > samples.evaluators):
+            return
+        self.samples[version] = samples
+        while len(self.samples) > limits.samples_kept:
+            del self.samples[min(self.samples)]
+        if version in self.samples:
+            self._new.samples.append(samples)
 
     def event(self, kind: str, text: str, *, when_unix: float) -> None:
         """A line for the page. `text` may hold what strangers wrote."""
@@ -258,7 +284,13 @@ class StatusBuilder:
     def take_unsaved(self) -> Unsaved:
         """What the database does not have yet; the next call gives what comes after this one."""
         new, self._new = self._new, _Pending()
-        return Unsaved(tuple(new.versions), tuple(new.credits), tuple(new.evaluations), tuple(new.events))
+        return Unsaved(
+            tuple(new.versions),
+            tuple(new.credits),
+            tuple(new.evaluations),
+            tuple(new.samples),
+            tuple(new.events),
+        )
 
     def build(self, now_unix: float) -> RunStatus:
         """The page's whole content at `now_unix`."""
@@ -271,6 +303,11 @@ class StatusBuilder:
         if not name and peer in (self.committee.witness, self.spec.committee.genesis.witness):
             name = "witness"
         return PeerName(name=name or short(peer), fingerprint=short(peer))
+
+    def tokens_at(self, version: int) -> int:
+        """The token clock when `version` was made, or the version kept before it."""
+        point = self.history.at(version)
+        return point.tokens if point else 0
 
     def answers(self, peer: PeerId, now_unix: float) -> bool:
         """Heard lately, by directory or witness. The witness itself runs beside this builder."""
@@ -404,7 +441,11 @@ class StatusBuilder:
         if kind == "extend":
             self.target_tokens = value
         if when is not None:
-            words = {"extend": f"the target is now {value:,} tokens", "finish": "the run is finished"}
+            words = {
+                "extend": f"the target is now {value:,} tokens",
+                "finish": "the run is finished",
+                "recover": "the owner put another committee in charge; what came after here is lost",
+            }
             self.event("owner", words.get(kind, f"the owner says {kind}"), when_unix=when)
 
     def _presence(self, was: Listed | None, row: Listed, account: Account, when: float) -> None:

@@ -1,28 +1,41 @@
-"""Whose evaluation the page believes: the peer's that the rules choose for a version, and no stranger's.
+"""Whose evaluations the page believes: of the peers that the log chooses for a version, and of no stranger.
 
-A loss on held-out tokens is a peer's word; nobody else recomputes it. So the one who may give it is chosen by
-the certified log (rules/evaluation.py), and a second one only where the first stays silent.
+Up to three say what a version's losses are and what it writes (rules/evaluation.py). Shown is the median, and
+of each continuation what most of them wrote; a stand-in's word counts only where a chosen peer is silent.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from p2pdiloco import limits
+from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import PeerId
-from p2pdiloco.rules.evaluation import evaluation_order, is_evaluated, stand_in_after_s
+from p2pdiloco.rules import evaluation as rule
 from p2pdiloco.rules.state import after_membership, after_outer_step, after_owner, genesis_state
 from p2pdiloco.run_spec import RunSpec
-from p2pdiloco.status.read_model import EvalPoint
+from p2pdiloco.status.names import clean_passage
+from p2pdiloco.status.read_model import EvalPoint, EvalWord, PeerName, Sample, Samples
 from p2pdiloco.wire.log import Content, Membership, OuterStep
+from p2pdiloco.wire.messages import EvalReport
+
+# Of version 0, where nobody is chosen, reports are taken until this version: they come in its first minute.
+GENESIS_UNTIL = 64
 
 
 class _Due(NamedTuple):
-    order: tuple[PeerId, ...]
+    who: rule.Evaluators
     since_unix: float
+
+
+class _Said(NamedTuple):
+    word: EvalWord
+    samples: tuple[str, ...]  # as they came; empty where they are not known (any more)
+    when_unix: float
 
 
 class Evaluators:
@@ -34,10 +47,17 @@ class Evaluators:
         self._started_unix = started_unix
         self._rules = genesis_state(spec)
         self._due: OrderedDict[int, _Due] = OrderedDict()
-        self._of_genesis: dict[PeerId, EvalPoint] = {}  # until the log says who of them takes part
+        self._said: OrderedDict[int, dict[PeerId, _Said]] = OrderedDict()  # by version
+        self._of_genesis: dict[PeerId, _Said] = {}  # until the log says who of them takes part
 
-    def entry_applied(self, content: Content, when_unix: float | None) -> EvalPoint | None:
-        """The next certified entry. Version 0's evaluation, if it has become known whose counts."""
+    def restore(self, points: Iterable[EvalPoint]) -> None:
+        """What was said before this life: a late report joins the others instead of replacing them."""
+        for point in list(points)[-limits.evaluations_due_max :]:
+            for word in point.reports:
+                self._keep(point.version, PeerId(bytes.fromhex(word.peer)), _Said(word, (), point.when_unix))
+
+    def entry_applied(self, content: Content, when_unix: float | None) -> bool:
+        """The next certified entry. Returns: whether version 0 has reports that it had not before."""
         match content:
             case OuterStep():
                 # Sequences and trust of peers choose nobody: without them following is cheap.
@@ -46,39 +66,139 @@ class Evaluators:
                 self._rules = after_membership(self._rules, committee)
             case _:
                 self._rules = after_owner(self._rules, content.word)
-        if not isinstance(content, Membership) and is_evaluated(self._rules, self._spec):
-            since = self._started_unix if when_unix is None else when_unix
-            self._due[self._rules.version] = _Due(evaluation_order(self._rules), since)
+        version = self._rules.version
+        if not isinstance(content, Membership) and version not in self._due:
+            if rule.is_evaluated(self._rules, self._spec):
+                since = self._started_unix if when_unix is None else when_unix
+                self._due[version] = _Due(rule.evaluators(self._rules, self._spec), since)
             if len(self._due) > limits.evaluations_due_max:
                 self._due.popitem(last=False)
-        if isinstance(content, OuterStep) and self._of_genesis:
-            listed = {PeerId(c.peer) for c in content.contributions}
-            for peer, point in self._of_genesis.items():  # in the order in which they came
-                if peer in listed:
-                    self._of_genesis = {}
-                    return point
-        return None
+        return isinstance(content, OuterStep) and self._admit_of_genesis(content)
 
-    def order(self, version: int) -> tuple[PeerId, ...]:
-        """Who may evaluate `version`, the chosen one first; empty where nobody is waited for."""
+    def chosen(self, version: int) -> rule.Evaluators:
+        """Who evaluates `version`; nobody where none is waited for."""
         due = self._due.get(version)
-        return due.order if due is not None else ()
+        return due.who if due is not None else rule.Evaluators((), None)
 
-    def accepts(self, by: PeerId, version: int, when_unix: float) -> bool:
-        """Whether `by` may say the loss of `version` at this time."""
-        due = self._due.get(version)
-        if due is None:
-            return False
-        late = when_unix - due.since_unix >= stand_in_after_s(self._spec)
-        return by in due.order[: 2 if late else 1]
+    def take(self, by: PeerId, name: PeerName, report: EvalReport, when_unix: float) -> bool:
+        """A report that makes sense. Returns: whether it is news that counts now.
 
-    def keep(self, by: PeerId, point: EvalPoint) -> EvalPoint | None:
-        """An evaluation of version 0, where nobody is chosen: whoever the log lists, the first of them.
-
-        Returns it where that is known already.
+        Raises: PeerError: NOT_CHOSEN; TOO_EARLY, of the one who stands in.
         """
+        word = EvalWord(
+            peer=by.hex(), by=name, losses=tuple(s.loss for s in report.sets), tokens=report.sets[0].tokens
+        )
+        said = _Said(word, report.samples, when_unix)
+        if report.version == 0:
+            return self._take_of_genesis(by, said)
+        due = self._due.get(report.version)
+        if due is None or by not in (*due.who.chosen, due.who.stand_in):
+            raise PeerError("NOT_CHOSEN", f"version {report.version} is for others to evaluate")
+        if by == due.who.stand_in and when_unix - due.since_unix < rule.stand_in_after_s(self._spec):
+            raise PeerError("TOO_EARLY", f"those who evaluate version {report.version} still have time")
+        before = self._counted(report.version)
+        if by in self._said.get(report.version, {}):
+            return False  # each says it once
+        self._keep(report.version, by, said)
+        return self._counted(report.version) != before
+
+    def point(self, version: int) -> EvalPoint | None:
+        """What is shown of `version`; None while nobody's word counts."""
+        counted = self._counted(version)
+        if not counted:
+            return None
+        losses = tuple(
+            rule.shown_loss(of_set) for of_set in zip(*(s.word.losses for s in counted), strict=True)
+        )
+        return EvalPoint(
+            version=version,
+            when_unix=counted[0].when_unix,
+            loss=losses[0],
+            tokens=max(s.word.tokens for s in counted),
+            by=counted[0].word.by,
+            losses=losses,
+            asked=max(len(counted), len(self.chosen(version).chosen)),
+            agreeing=rule.agreeing([s.word.losses[0] for s in counted]),
+            reports=tuple(s.word for s in counted),
+        )
+
+    def samples(self, version: int) -> Samples | None:
+        """What `version` writes: of each prompt's continuations the one that most evaluators wrote.
+
+        None where nobody's continuations are known here.
+        """
+        counted = [s for s in self._counted(version) if s.samples]
+        if not counted:
+            return None
+        shown = rule.shown_loss([s.word.losses[0] for s in counted])
+        # Where all differ, that of the evaluator nearest to what is shown.
+        nearest = sorted(counted, key=lambda s: abs(s.word.losses[0] - shown))
+        samples = []
+        for prompt, written in zip(
+            self._spec.samples.prompts, zip(*(s.samples for s in nearest), strict=True), strict=True
+        ):
+            text, wrote = _most_common(written)
+            samples.append(
+                Sample(
+                    prompt=clean_passage(prompt, limits.sample_chars_max),
+                    text=clean_passage(text, limits.sample_chars_max),
+                    agreeing=wrote,
+                )
+            )
+        return Samples(
+            version=version,
+            when_unix=counted[0].when_unix,
+            samples=tuple(samples),
+            evaluators=len(counted),
+        )
+
+    def _counted(self, version: int) -> list[_Said]:
+        """In the order of the log's choice, or of version 0 as they came."""
+        said = self._said.get(version, {})
+        if version == 0 or version not in self._due:  # of before this life: as it was kept
+            return list(said.values())
+        chosen, stand_in = self._due[version].who
+        counted = [said[peer] for peer in chosen if peer in said]
+        if len(counted) < len(chosen) and stand_in is not None and stand_in in said:
+            counted.append(said[stand_in])
+        return counted
+
+    def _keep(self, version: int, by: PeerId, said: _Said) -> None:
+        self._said.setdefault(version, {})[by] = said
+        while len(self._said) > limits.evaluations_due_max:
+            self._said.pop(next(v for v in self._said if v != version))
+
+    # Version 0: the reports of those whom the log lists.
+
+    def _take_of_genesis(self, by: PeerId, said: _Said) -> bool:
+        if self._rules.version > GENESIS_UNTIL:
+            raise PeerError("NOT_CHOSEN", "version 0 was evaluated long ago")
         if any(peer == by for entry in self._rules.recent for peer, _ in entry):
-            return point
+            return self._add_of_genesis(by, said)
         if len(self._of_genesis) < limits.peers_max:
-            self._of_genesis.setdefault(by, point)
-        return None
+            self._of_genesis.setdefault(by, said)
+        return False
+
+    def _admit_of_genesis(self, step: OuterStep) -> bool:
+        listed = {PeerId(c.peer) for c in step.contributions}
+        admitted = [peer for peer in self._of_genesis if peer in listed]  # in the order in which they came
+        news = False
+        for peer in admitted:
+            news = self._add_of_genesis(peer, self._of_genesis.pop(peer)) or news
+        if step.version > GENESIS_UNTIL:
+            self._of_genesis = {}
+        return news
+
+    def _add_of_genesis(self, by: PeerId, said: _Said) -> bool:
+        kept = self._said.get(0, {})
+        if by in kept or len(kept) >= self._spec.evaluators_max:
+            return False
+        self._keep(0, by, said)
+        return True
+
+
+def _most_common(written: Sequence[str]) -> tuple[str, int]:
+    """The text that came most often, of several the first; and how often."""
+    counts = Counter(written)
+    best = max(counts.values())
+    return next(text for text in written if counts[text] == best), best

@@ -38,6 +38,11 @@ def join_hint(run: RunId, url: str, *, local: bool, folder: str) -> JoinHint:
     )
 
 
+def export_line(join: JoinHint) -> str | None:
+    """The line that makes a folder of the newest version, wherever the line to join works."""
+    return None if join.line is None else f"{join.line.replace('node', 'export', 1)} out/"
+
+
 def _port(url: str) -> str:
     port = url.rstrip("/").rsplit(":", 1)[-1]
     return port if port.isdecimal() else "7474"

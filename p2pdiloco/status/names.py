@@ -41,6 +41,36 @@ def clean_text(text: str, chars_max: int = limits.text_chars_max) -> str:
     return clean if len(clean) <= chars_max else clean[: chars_max - 1].rstrip() + "…"
 
 
+def clean_passage(text: str, chars_max: int) -> str:
+    """What a model wrote, line breaks and indents kept: visible characters only, at most `chars_max` of them.
+
+    At most `limits.sample_lines_max` lines; an ellipsis says that it was cut.
+    """
+    lines: list[str] = []
+    kept = 0
+    cut = text[: 8 * chars_max].replace("\r\n", "\n").replace("\r", "\n")
+    for line in unicodedata.normalize("NFC", cut).split("\n"):
+        if len(lines) == limits.sample_lines_max or kept > chars_max:
+            lines.append("…")
+            break
+        lines.append(_visible(line.expandtabs(4)))
+        kept += len(lines[-1]) + 1
+    clean = "\n".join(lines)
+    return clean if len(clean) <= chars_max else clean[: chars_max - 1] + "…"
+
+
+def _visible(line: str) -> str:
+    kept: list[str] = []
+    marks = 0
+    for char in line:
+        category = unicodedata.category(char)
+        marks = marks + 1 if category in ("Mn", "Me") else 0
+        if marks > _MARKS_MAX or (marks and not kept) or category in _DROPPED or char in _INVISIBLE:
+            continue
+        kept.append(" " if category in _BLANK else char)
+    return "".join(kept)
+
+
 def clean_name(name: str) -> str:
     """A node's or run's name: never empty, at most `limits.name_chars_max` characters."""
     return clean_text(name, limits.name_chars_max) or "unnamed"

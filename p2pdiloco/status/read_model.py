@@ -79,14 +79,55 @@ class Credit(View, frozen=True):
     loss: float | None
 
 
+class EvalWord(View, frozen=True):
+    """What one evaluator says of a version."""
+
+    peer: str  # 64 hex digits
+    by: PeerName
+    losses: tuple[float, ...]  # by evaluation set, in the RunSpec's order
+    tokens: int  # of the first set
+
+
 class EvalPoint(View, frozen=True):
-    """Held-out loss of a certified version; kept in the tracker's database."""
+    """Held-out losses of a certified version; kept in the tracker's database.
+
+    Losses are medians over `reports`; of one or two the mean.
+    """
 
     version: int
     when_unix: float
-    loss: float
+    loss: float  # on the first set, the whole corpus
     tokens: int
-    by: PeerName
+    by: PeerName  # the first of `reports`
+    losses: tuple[float, ...] = ()  # by evaluation set, in the RunSpec's order
+    asked: int = 1  # evaluators that the log chose
+    agreeing: int = 1  # of `reports`: say `loss`, within what devices differ by
+    reports: tuple[EvalWord, ...] = ()  # only of the newest point in the JSON
+
+
+class EvalSet(View, frozen=True):
+    """One evaluation set at the newest evaluated version."""
+
+    name: str
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    tokens: int  # held out in it
+
+
+class Sample(View, frozen=True):
+    prompt: str
+    text: str  # the continuation; cleaned, line breaks kept
+    agreeing: int  # evaluators that wrote just this
+
+
+class Samples(View, frozen=True):
+    """What a version writes; kept in the tracker's database."""
+
+    version: int
+    when_unix: float
+    samples: tuple[Sample, ...]
+    evaluators: int
 
 
 class Curve(View, frozen=True):
@@ -105,6 +146,9 @@ class Learning(View, frozen=True):
     perplexity: float | None
     bits_per_byte: float | None
     evaluations: tuple[EvalPoint, ...]
+    evaluators: str  # how many say so, and whether they agree; empty: not known
+    sets: tuple[EvalSet, ...]  # of the newest evaluation
+    samples: tuple[Samples, ...]  # newest first
 
 
 class Rates(View, frozen=True):
@@ -185,6 +229,24 @@ class JoinHint(View, frozen=True):
     note: str
 
 
+class CheckpointFile(View, frozen=True):
+    name: str
+    path: str  # under the page's address
+    bytes: int
+    sha256: str  # 64 hex digits
+
+
+class Checkpoint(View, frozen=True):
+    """A version that the tracker offers for download: a Hugging Face folder, file by file."""
+
+    version: int
+    when_unix: float
+    loss: float | None  # held-out, of this very version
+    dtype: str
+    bytes: int  # of all files
+    files: tuple[CheckpointFile, ...]  # weights first
+
+
 class Health(View, frozen=True):
     build: str
     uptime_s: float
@@ -209,6 +271,8 @@ class RunStatus(View, frozen=True):
     events: tuple[EventLine, ...]
     join: JoinHint
     health: Health
+    checkpoints: tuple[Checkpoint, ...] = ()  # newest first
+    export_line: str | None = None  # makes the newest version a folder; None where no address works
 
 
 class NodeView(View, frozen=True):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from p2pdiloco import limits
 from p2pdiloco.ids import PeerId
 from p2pdiloco.protocol.tracker import Listed
+from p2pdiloco.rules.evaluation import bits_per_byte, perplexity
 from p2pdiloco.status import read_model as rm
-from p2pdiloco.status.names import clean_text, finite
-from p2pdiloco.status.words import RunFacts, node_word, run_word
+from p2pdiloco.status.checkpoints import with_losses
+from p2pdiloco.status.join import export_line
+from p2pdiloco.status.names import clean_name, clean_text, finite
+from p2pdiloco.status.words import RunFacts, evaluators_words, node_word, run_word
 
 if TYPE_CHECKING:
     from p2pdiloco.status.builder import StatusBuilder
@@ -71,6 +75,8 @@ def render_status(b: StatusBuilder, now: float) -> rm.RunStatus:
             stale=stale,
             history_since_unix=next((p.when_unix for p in b.history.points if p.when_unix), None),
         ),
+        checkpoints=with_losses(b.checkpoints, b.evaluations),
+        export_line=export_line(b.join),
     )
 
 
@@ -137,15 +143,33 @@ def _learning(b: StatusBuilder) -> rm.Learning:
     # The first and the newest are always shown; in between one of each stretch.
     shown = evaluations[:1] + evaluations[1:-1][::stretch] + evaluations[1:][-1:]
     newest = evaluations[-1] if evaluations else None
+    sets = _sets(b, newest) if newest else ()
     return rm.Learning(
         loss=next((p.loss for p in reversed(b.history.points) if p.loss is not None), None),
         curve=b.history.curve(b.membership_changes),
         evaluation=newest,
         evaluation_first=evaluations[0] if evaluations else None,
-        perplexity=finite(math.exp(newest.loss)) if newest and newest.loss < 700 else None,
-        # Bytes are the tokens, so nats per token are nats per byte.
-        bits_per_byte=newest.loss / math.log(2) if newest else None,
-        evaluations=shown,
+        perplexity=sets[0].perplexity if sets else None,
+        bits_per_byte=sets[0].bits_per_byte if sets else None,
+        # Who said what is shown of the newest alone: of hundreds it would be most of the JSON.
+        evaluations=tuple(replace(p, reports=()) for p in shown),
+        evaluators=evaluators_words(newest) if newest else "",
+        sets=sets,
+        samples=tuple(b.samples[v] for v in sorted(b.samples, reverse=True)),
+    )
+
+
+def _sets(b: StatusBuilder, point: rm.EvalPoint) -> tuple[rm.EvalSet, ...]:
+    return tuple(
+        rm.EvalSet(
+            name=clean_name(held_out.name),
+            loss=loss,
+            perplexity=perplexity(loss),
+            bits_per_byte=bits_per_byte(loss, held_out),
+            tokens=held_out.shard.tokens,
+        )
+        # A point from a database of before has the first loss alone.
+        for held_out, loss in zip(b.spec.data.evaluations, point.losses or (point.loss,), strict=False)
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from p2pdiloco import limits
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.status.names import clean_text
-from p2pdiloco.status.read_model import Word
+from p2pdiloco.status.read_model import EvalPoint, Word
 
 TONES = {
     "joining": "busy",
@@ -115,6 +115,17 @@ def node_word(
         way = "ahead" if listed.clock_offset_s > 0 else "behind"
         why = f"its clock is {abs(listed.clock_offset_s):.0f} s {way}"
     return _node(listed.state, why)
+
+
+def evaluators_words(point: EvalPoint) -> str:
+    """How many say what is shown of a version, and whether they agree; empty where that is not known."""
+    n = len(point.reports)
+    if n == 0:
+        return ""
+    how = {1: "as one evaluator says", 2: "mean of two evaluators"}.get(n, f"median of {n} evaluators")
+    if n > 1:
+        how += " that agree" if point.agreeing == n else f", of which {point.agreeing or 'none'} agree"
+    return how + (f" ({point.asked} were asked)" if point.asked > n else "")
 
 
 def _node(word: str, why: str) -> Word:

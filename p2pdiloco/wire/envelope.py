@@ -29,7 +29,17 @@ from p2pdiloco.wire.log import (
     body_digest,
     open_body,
 )
-from p2pdiloco.wire.messages import KINDS, PASSED_ON, Ack, DeltaHeader, Entries, Message, Proposal, Vote
+from p2pdiloco.wire.messages import (
+    KINDS,
+    OF_AN_EPOCH,
+    PASSED_ON,
+    Ack,
+    DeltaHeader,
+    Entries,
+    Message,
+    Proposal,
+    Vote,
+)
 from p2pdiloco.wire.signing import (
     SIGNATURE_BYTES,
     Signer,
@@ -39,7 +49,7 @@ from p2pdiloco.wire.signing import (
     proposal_statement,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 3
 DOMAIN = b"p2pdiloco/v1/envelope\0"
 ANYBODY = PeerId(NO_DIGEST)  # the receiver of what is meant to be passed on
 
@@ -88,8 +98,10 @@ def seal(
     return signed + signer.sign(DOMAIN + signed)
 
 
-def open_envelope(data: bytes, verify: Verify, *, run: RunId, me: PeerId, epoch: int = 0) -> Opened:
+def open_envelope(data: bytes, verify: Verify, *, run: RunId, me: PeerId, epoch: int | None = None) -> Opened:
     """Open untrusted bytes. `me`: who opens; ANYBODY: only what is meant to be passed on opens.
+
+    `epoch`: the only one in which what belongs to an epoch opens; None: any, and the rules judge it.
 
     Raises:
         PeerError: TOO_BIG, MALFORMED, WRONG_VERSION, WRONG_RUN, WRONG_EPOCH, WRONG_RECEIVER, BAD_SIGNATURE.
@@ -108,12 +120,11 @@ def open_envelope(data: bytes, verify: Verify, *, run: RunId, me: PeerId, epoch:
         )
     if signed.run != run:
         raise PeerError("WRONG_RUN", f"the message is for run {signed.run.hex()[:16]}")
-    if signed.epoch != epoch:
-        # An ack signed for another epoch would spoil the certificate that counts it.
-        raise PeerError("WRONG_EPOCH", f"the message is of epoch {signed.epoch}, this is epoch {epoch}")
     kind = KINDS.get(signed.kind)
     if kind is None:
         raise PeerError("MALFORMED", f"unknown kind {signed.kind!r}")
+    if epoch is not None and signed.epoch != epoch and kind in OF_AN_EPOCH:
+        raise PeerError("WRONG_EPOCH", f"the message is of epoch {signed.epoch}, this is epoch {epoch}")
     anybody = signed.to == ANYBODY
     if anybody != (kind in PASSED_ON) or not (anybody or signed.to == me):
         raise PeerError(
@@ -138,6 +149,12 @@ def kind_of(data: bytes) -> str:
     except (ValueError, msgpack.UnpackException):
         return ""
     return kind if isinstance(kind, str) else ""
+
+
+def sender_of(data: bytes) -> PeerId:
+    """Who seals an envelope that opened before. Raises: PeerError MALFORMED."""
+    signed = decode(data[:-SIGNATURE_BYTES], Signed, bytes_max=limits.message_bytes_max + 1024)
+    return peer_id_of(signed.key)
 
 
 def verify_entry(entry: Entry, run: RunId, verify: Verify) -> None:

@@ -127,16 +127,18 @@ class Membership(Struct, frozen=True, tag="membership"):
 
 
 class OwnerWord(Struct, frozen=True):
-    """What the owner signs: never an index or a previous digest, so that a word can wait for its turn.
+    """What the owner signs: never the index at which it will stand, so that a word can wait for its turn.
 
-    `finish` with sequence 0 and an empty signature is warranted by the RunSpec's targets instead.
+    `finish` with sequence 0 and an empty signature is warranted by the RunSpec's targets instead. `recover`
+    waits for nobody: its entry is certified by the owner alone (`is_recovery`), which signs all of it.
     """
 
-    kind: Annotated[str, Meta(pattern="^(pause|resume|extend|finish|revoke)$")]
+    kind: Annotated[str, Meta(pattern="^(pause|resume|extend|finish|revoke|recover)$")]
     owner_sequence: Count
     value: Count  # extend: the new target in tokens; else 0
     peer: Annotated[bytes, Meta(max_length=32)]  # revoke: whom; else empty
-    signature: Annotated[bytes, Meta(max_length=64)]
+    signature: Annotated[bytes, Meta(max_length=64)]  # recover: empty
+    committee: Committee | None = None  # recover: who certifies what follows; else None
 
     def statement(self, run: RunId, epoch: int) -> bytes:
         words = [run, epoch, self.owner_sequence, self.kind, self.value, self.peer]
@@ -168,7 +170,7 @@ class AckSignature(Struct, frozen=True):
 
 
 class Certificate(Struct, frozen=True):
-    """Acks of one term from a majority of the committee that they name."""
+    """Acks of one term from a majority of the committee that they name; of a recovery, the owner's ack."""
 
     committee: Bytes32
     term: Count
@@ -192,6 +194,30 @@ def open_body(data: bytes) -> Body:
 @lru_cache(maxsize=512)
 def body_digest(data: bytes) -> Digest:
     return tagged_digest("body", data)
+
+
+def changes_committee(content: Content) -> bool:
+    """Whether another committee governs the index behind this content."""
+    recovers = isinstance(content, OwnerEntry) and content.word.kind == "recover"
+    return recovers or isinstance(content, Membership)
+
+
+def is_recovery(entry: Entry, owner_key: bytes) -> bool:
+    """Whether the owner began an epoch with this entry: its ack, over the whole body, is the certificate.
+
+    Signatures were checked when the entry was opened (`wire.envelope.verify_entry`).
+    """
+    body, certificate = open_body(entry.body), entry.certificate
+    content = body.content
+    if not isinstance(content, OwnerEntry) or content.word.kind != "recover":
+        return False
+    committee = content.word.committee
+    return (
+        committee is not None
+        and body.epoch > 0
+        and body.committee == certificate.committee == committee_digest(committee)
+        and [ack.key for ack in certificate.acks] == [owner_key]
+    )
 
 
 def genesis_digest(run: RunId) -> Digest:

@@ -215,13 +215,22 @@ class NodeReport(Struct, frozen=True):
     build: Annotated[str, Meta(max_length=32)]
 
 
+class SetLoss(Struct, frozen=True):
+    """Of one evaluation set."""
+
+    loss: Share  # mean, nats per token
+    tokens: Count  # over which
+
+
 class EvalReport(Struct, frozen=True):
-    """Held-out loss of a certified state, by the node chosen for that version."""
+    """Held-out losses of a certified state, and what it writes, by a node chosen for that version."""
 
     version: Count
     state_root: Bytes32
-    loss: Share  # nats per token
-    tokens: Count
+    sets: Annotated[tuple[SetLoss, ...], Meta(min_length=1, max_length=16)]  # as in the RunSpec
+    samples: Annotated[
+        tuple[Annotated[str, Meta(max_length=limits.sample_chars_max)], ...], Meta(max_length=4)
+    ] = ()  # continuations of the RunSpec's prompts, in their order; none where they cannot be written
 
 
 class Announce(Struct, frozen=True):
@@ -230,6 +239,17 @@ class Announce(Struct, frozen=True):
     record: Annotated[bytes, Meta(max_length=1024)]  # envelope of a PeerRecord
     state: Annotated[str, Meta(max_length=16)]
     clock_unix_s: Share  # only to tell the owner of a wrong clock
+
+
+class StateShown(Struct, frozen=True):
+    """How far its sender is, for whoever asks by GET; no message. What of it matters, the log proves."""
+
+    epoch: Count
+    index: Count  # applied
+    head: Bytes32  # body digest at that index
+    params: Bytes32  # root
+    momentum: Bytes32
+    term: Count
 
 
 class OwnerWordMessage(Struct, frozen=True):
@@ -267,3 +287,20 @@ Message = (
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 # Said to anybody, and meant to be passed on; every other kind names its receiver (wire/envelope.py).
 PASSED_ON: frozenset[type[Message]] = frozenset({PeerRecord, Head})
+# What is said within one epoch of the log and means nothing in another. All other kinds prove themselves, or
+# have nothing to do with the log; by them a node of an older epoch, or one that has just joined, catches up.
+OF_AN_EPOCH: frozenset[type[Message]] = frozenset(
+    {
+        DeltaHeader,
+        DeltaReceipt,
+        Have,
+        Heartbeat,
+        Proposal,
+        Ack,
+        PreVote,
+        PreVoteAnswer,
+        RequestVotes,
+        Vote,
+        NewerTerm,
+    }
+)

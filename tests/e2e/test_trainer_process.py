@@ -164,7 +164,7 @@ class Node:
             spec=encode(self.spec),
             peer=self.signer.peer_id,
             shards=tuple(map(str, self.tokens[:-1])),
-            evaluation=str(self.tokens[-1]),
+            evaluations=(str(self.tokens[-1]),),
             exchange="",
             cursor=self.contributor.cursor,
             next_sequence=0,
@@ -209,8 +209,8 @@ async def test_a_node_trains_waits_evaluates_survives_its_trainer_and_resumes(
     await node.until(lambda: any(isinstance(e, frames.Waiting) for e in node.told))
     assert [(p.sequence, p.steps, p.data_first) for p in node.passes()] == [(1, 10, 0), (2, 10, 40)]
     (before,) = node.evaluated()
-    assert before.loss == pytest.approx(np.log(256), abs=0.3)
-    assert 0 < before.tokens <= limits.evaluation_tokens_max
+    assert before.losses[0] == pytest.approx(np.log(256), abs=0.3)
+    assert 0 < before.tokens[0] <= limits.evaluation_tokens_max
     # The swarm merged both as they are (alone, eta 1): the node's view does not move.
     anchor = node.contributor.anchor(node.params)
     node.params = anchor.copy()
@@ -223,7 +223,7 @@ async def test_a_node_trains_waits_evaluates_survives_its_trainer_and_resumes(
     node.supervisor.allow(2, 2, "")
     await node.until(lambda: len(node.evaluated()) == 2 and len(node.passes()) >= 3)
     assert node.passes()[2].steps == 40
-    assert node.evaluated()[1].loss < before.loss - 0.2
+    assert node.evaluated()[1].losses[0] < before.losses[0] - 0.2
     node.supervisor.save_checkpoint()
     await node.until(lambda: any(isinstance(e, frames.Saved) for e in node.told))
     # kill -9 of the trainer: the daemon lives, and goes on where the last pass ended.

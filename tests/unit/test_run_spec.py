@@ -19,7 +19,7 @@ from p2pdiloco.run_spec import (
     RunSpec,
     SignedRunSpec,
     open_run_spec,
-    outer_spec,
+    outer_defaults,
     run_id_of,
     sign_run_spec,
     spec_bytes_of,
@@ -84,7 +84,7 @@ def test_a_run_of_another_version_is_the_operators_to_mend(change: dict[str, int
 def test_a_format_to_come_is_told_from_a_damaged_file() -> None:
     """Its fields beyond the heading are unknown here."""
     heading = [FORMAT + 1, 3, "later", OWNER.public_key, {"something": "new"}]
-    with pytest.raises(OperatorError, match="'later' has format 2 and math 3"):
+    with pytest.raises(OperatorError, match="'later' has format 3 and math 3"):
         open_run_spec(by(encode(heading)), verify_ed25519)
     refused(by(encode(heading), THIEF), "BAD_SIGNATURE")
 
@@ -131,13 +131,11 @@ def test_what_follows_from_its_fields() -> None:
 
 def test_each_codec_has_the_outer_loop_that_was_measured_best_for_it() -> None:
     """docs/results/learning.md: topk learns without momentum and with fading feedback."""
-    dense, sparse = outer_spec({"codec": "int4"}), outer_spec({"codec": "topk64"})
-    assert dense == OuterSpec() == outer_spec({})
+    dense, sparse = OuterSpec(**outer_defaults("int4")), OuterSpec(**outer_defaults("topk64"))
+    assert dense == OuterSpec() == OuterSpec(**outer_defaults("fp16"))
     assert (sparse.mu, sparse.eta_alone, sparse.eta_eight, sparse.error_feedback_beta) == (
         0.0,
         1.0,
         1.0,
         0.95,
     )
-    told = outer_spec({"codec": "topk32", "mu": 0.3, "error_feedback_beta": 1.0})
-    assert (told.codec, told.mu, told.error_feedback_beta, told.eta_alone) == ("topk32", 0.3, 1.0, 1.0)

@@ -27,8 +27,8 @@ from p2pdiloco import limits
 from p2pdiloco.sim.lab.experiment import Experiment
 from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node.config import LAB_COMPILE
+from p2pdiloco_node.corpus.sources import find_files
 from p2pdiloco_node.lab.study import read_regular
-from p2pdiloco_node.training.corpus import find_files
 
 CORE = (  # of p2pdiloco: what a run imports
     "errors.py", "ids.py", "limits.py", "run_spec.py", "rules", "diloco", "wire",
@@ -36,8 +36,10 @@ CORE = (  # of p2pdiloco: what a run imports
 )  # fmt: skip
 MODEL = (  # of p2pdiloco_node, for arms with a model
     "lab/model.py", "lab/compiling.py", "lab/networks.py", "lab/text.py",
-    "training/inner_loop.py", "training/models.py", "training/data.py", "training/corpus.py",
+    "training/inner_loop.py", "training/models.py", "training/data.py",
     "training/device.py", "training/presets.py",
+    "corpus/documents.py", "corpus/held_out.py", "corpus/in_memory.py", "corpus/readers.py",
+    "corpus/sources.py", "corpus/streams.py", "corpus/tables.py", "corpus/token_input.py",
 )  # fmt: skip
 
 

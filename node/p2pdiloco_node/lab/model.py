@@ -20,6 +20,7 @@ from p2pdiloco_node.lab import networks
 from p2pdiloco_node.lab.compiling import LossSum, compiled_for
 from p2pdiloco_node.lab.text import Feed, load_text
 from p2pdiloco_node.training.inner_loop import InnerLoop, set_threads
+from p2pdiloco_node.training.losses import Losses
 from p2pdiloco_node.training.models import flatten_params, tensor_layout
 
 Floats = npt.NDArray[np.float32]
@@ -35,13 +36,13 @@ class LabSpec(NamedTuple):
 class _CompiledLoop(InnerLoop):
     """The product's inner loop with its forward and backward pass compiled."""
 
-    def __init__(self, spec: LabSpec, experiment: Experiment, loss_sum: LossSum, *, model: Any) -> None:
-        super().__init__(spec, micro_batch=experiment.inner.sequences_per_step, model=model)
+    def __init__(self, spec: LabSpec, loss_sum: LossSum, *, model: Any) -> None:
+        super().__init__(spec, model=model)
         self._compiled = loss_sum
         self._parameters = tuple(model.parameters())
 
-    def loss_sum(self, model: Any, tokens: Any) -> Any:  # noqa: ARG002  # its parameters, not its code
-        return self._compiled(self._parameters, tokens)
+    def training_loss(self, tokens: Any) -> Losses:
+        return Losses(self._compiled(self._parameters, tokens), torch.zeros(()))
 
 
 class TextTrainer:
@@ -71,43 +72,12 @@ class TextTrainer:
         return []
 
 
-class _MixtureLoop(InnerLoop):
-    """The product's inner loop with the router's balance loss, which evaluation does not have."""
-
-    def __init__(self, spec: LabSpec, experiment: Experiment, *, model: Any) -> None:
-        # One part for each node's batch, so that data parallel balances as its nodes would.
-        super().__init__(spec, micro_batch=experiment.inner.sequences_per_step, model=model)
-        shape = experiment.model
-        self._weight = shape.balance
-        self._per_token = shape.experts_per_token
-        self.routed = np.zeros((shape.layers, shape.experts))
-        self.balance_sum = 0.0  # part of the losses returned since it was last set to zero, times tokens
-
-    def loss_sum(self, model: Any, tokens: Any) -> Any:
-        """Cross-entropy + weight * balance, Switch's loss as transformers computes it for Mixtral."""
-        out = model(input_ids=tokens[:, :-1], output_router_logits=True)
-        self.routed += networks.route_counts(out.router_logits, self._per_token)
-        balance = self._weight * out.aux_loss * tokens[:, 1:].numel()
-        self.balance_sum += float(balance.detach())
-        return networks.cross_entropy_sum(out.logits, tokens) + balance
-
-
 class MixtureTrainer(TextTrainer):
-    """The same for a mixture of experts; losses are cross-entropies, without the balance."""
-
-    def __init__(self, loop: _MixtureLoop, feeds: list[Feed], sequences: int, seq_len: int) -> None:
-        super().__init__(loop, feeds, sequences)
-        self._mixture = loop
-        self._tokens = len(feeds) * sequences * seq_len
-
-    def step(self, lr: float) -> float:
-        self._mixture.balance_sum = 0.0
-        return super().step(lr) - self._mixture.balance_sum / self._tokens
+    """The same for a mixture of experts."""
 
     def expert_tokens(self) -> list[float]:
-        counts: list[float] = self._mixture.routed.reshape(-1).tolist()
-        self._mixture.routed[:] = 0
-        return counts
+        routed = self._loop.expert_tokens()
+        return [] if routed is None else [float(count) for count in routed.reshape(-1)]
 
 
 class TextModel:
@@ -166,17 +136,14 @@ class TextModel:
         shape = self._experiment.model
         with torch.random.fork_rng(devices=[]):
             module = networks.build(shape)
-        if shape.kind == "mixtral":
-            mixture = _MixtureLoop(self._spec, self._experiment, model=module)
-            mixture.start_from(self._initial.copy())
-            return MixtureTrainer(mixture, feeds, sequences, shape.seq_len)
-        loop = (
-            InnerLoop(self._spec, model=module)
-            if self._compiled is None
-            else _CompiledLoop(self._spec, self._experiment, self._compiled, model=module)
-        )
+        # One part for each node's batch, so that data parallel balances experts as its nodes would.
+        if self._compiled is None:
+            loop = InnerLoop(self._spec, model=module)
+        else:
+            loop = _CompiledLoop(self._spec, self._compiled, model=module)
         loop.start_from(self._initial.copy())
-        return TextTrainer(loop, feeds, sequences)
+        trainer = MixtureTrainer if shape.kind == "mixtral" else TextTrainer
+        return trainer(loop, feeds, sequences)
 
     def evaluate(self, params: Floats) -> float:
         return self._evaluator.loss(params, self._held_out)

@@ -1,4 +1,4 @@
-"""The lab's architectures from plain numbers: the product's Llama, and a small Mixtral of the lab alone."""
+"""The lab's architectures from plain numbers, built as the product builds them."""
 
 from __future__ import annotations
 
@@ -7,55 +7,47 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 from p2pdiloco.sim.lab.experiment import Model
 from p2pdiloco_node.training.models import build_model, views
-from p2pdiloco_node.training.presets import VOCAB_BYTES
+from p2pdiloco_node.training.presets import VOCAB_BYTES, config_bytes
 
 Counts = npt.NDArray[np.float64]
 
 
 def model_spec(model: Model, tensors: tuple[TensorSpec, ...]) -> ModelSpec:
-    """The RunSpec's words for it. `mixtral` is not a family that a RunSpec allows: this one is never sent."""
+    """The RunSpec's words for it."""
+    assert model.kind != "none", "no arrays"
+    config: dict[str, Any] = {
+        "vocab_size": VOCAB_BYTES,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.heads,
+        "max_position_embeddings": model.seq_len,
+        "tie_word_embeddings": True,
+    }
+    if model.kind == "mixtral":
+        config |= {
+            "num_local_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+            "router_aux_loss_coef": model.balance,
+        }
     return ModelSpec(
         family=model.kind,
         preset="lab",
+        config=config_bytes(config),
         vocab_size=VOCAB_BYTES,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.heads,
         seq_len=model.seq_len,
-        tied=True,
         tensors=tensors,
     )
 
 
 def build(model: Model) -> Any:
     """A module in float32 on the CPU, initialised by transformers from torch's global seed."""
-    if model.kind == "llama":
-        return build_model(model_spec(model, ()))
-    assert model.kind == "mixtral", f"model.kind {model.kind} has no arrays"
-    config = MixtralConfig(
-        vocab_size=VOCAB_BYTES,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.heads,
-        num_local_experts=model.experts,
-        num_experts_per_tok=model.experts_per_token,
-        max_position_embeddings=model.seq_len,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-        use_cache=False,
-        dtype="float32",
-    )
-    return MixtralForCausalLM(config)
+    return build_model(model_spec(model, ()))
 
 
 def cross_entropy_sum(logits_btv: Any, tokens: Any) -> Any:

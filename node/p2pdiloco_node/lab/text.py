@@ -1,6 +1,6 @@
 """The lab's text, in memory, once per process: the demo's corpus, or kinds of text where data is not i.i.d.
 
-Split, shards and order are the product's (`training/corpus.py`, `training/data.py`); only the disk is left
+Split, shards and order are the product's (`corpus/in_memory.py`, `training/data.py`); only the disk is left
 out. By kind, node i reads kind i mod kinds and nothing else:
 
 - files named by the experiment: each glob is one kind, in the order given; a file belongs to the first;
@@ -28,7 +28,8 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId, RunId, tagged_digest
 from p2pdiloco.sim.lab.experiment import Experiment
-from p2pdiloco_node.training import corpus
+from p2pdiloco_node.corpus.in_memory import byte_corpus
+from p2pdiloco_node.corpus.sources import find_files
 from p2pdiloco_node.training.data import DataOrder, Tokens, evaluation_places
 
 Bytes = npt.NDArray[np.uint8]
@@ -130,12 +131,12 @@ def load_text(experiment: Experiment) -> Text:
 
 @lru_cache(maxsize=4)
 def _whole(files: tuple[str, ...]) -> Text:
-    return _text((_kind("all", corpus.find_files(files or None)),))
+    return _text((_kind("all", find_files(files or None)),))
 
 
 @lru_cache(maxsize=4)
 def _by_kind(files: tuple[str, ...]) -> tuple[Kind, ...]:
-    groups = [(glob, corpus.find_files([glob])) for glob in files] if files else _parts_of_python()
+    groups = [(glob, find_files([glob])) for glob in files] if files else _parts_of_python()
     taken: set[Path] = set()
     kinds = []
     for name, paths in groups:
@@ -161,18 +162,17 @@ def _parts_of_python() -> list[tuple[str, list[Path]]]:
         found = sorted({path for pattern in patterns for path in place.glob(pattern) if path.is_file()})
         groups.append((name, found))
         elsewhere.update(found)
-    library = [path for path in corpus.find_files(None) if path not in elsewhere]
+    library = [path for path in find_files(None) if path not in elsewhere]
     return [("library", library), *groups]
 
 
 def _kind(name: str, files: Sequence[Path]) -> Kind:
-    split = corpus.read_corpus(files, lambda _what, _share: None)
-    shards = list(corpus.training_shards(split))
+    found = byte_corpus(files)
     return Kind(
         name,
-        np.frombuffer(b"".join(shards), np.uint8),
-        tuple(map(len, shards)),
-        np.frombuffer(corpus.held_out_shard(split), np.uint8),
+        np.frombuffer(found.training, np.uint8),
+        found.shards,
+        np.frombuffer(found.held_out, np.uint8),
     )
 
 

@@ -34,6 +34,11 @@ class _Snapshot(Collector):
             ),
             ("tokens_per_second", s.rates.tokens_per_s, "Tokens merged per second, last outer steps"),
             ("bytes_per_node_per_step", s.rates.bytes_per_node_per_step, "Bytes per node per outer step"),
+            (
+                "checkpoint_version",
+                s.checkpoints[0].version if s.checkpoints else None,
+                "Newest version offered for download",
+            ),
             ("term", s.committee.term, "Term of the aggregator"),
             ("committee_seats", len(s.committee.members), "Seats of the committee"),
             ("committee_answering", s.committee.answering, "Committee members heard lately"),
@@ -45,12 +50,35 @@ class _Snapshot(Collector):
             if value is not None:
                 yield GaugeMetricFamily(f"p2pdiloco_{name}", about, value=float(value))
         yield CounterMetricFamily("p2pdiloco_tokens", "Tokens merged (token clock)", value=s.progress.tokens)
+        yield from self._evaluations()
         yield self._deltas()
         states = GaugeMetricFamily("p2pdiloco_nodes", "Nodes by state", labels=["state"])
         for state, n in s.nodes_by_state.items():
             states.add_metric([state], n)
         yield states
         yield from self._nodes()
+
+    def _evaluations(self) -> Iterator[Metric]:
+        """Of the newest evaluated version; sets are named by the run's owner, and at most 16."""
+        learning = self._s.learning
+        of_set = {
+            "loss": "Held-out loss, nats per token",
+            "perplexity": "e to the held-out loss",
+            "bits_per_byte": "Held-out loss, bits per byte of text",
+        }
+        for field, about in of_set.items():
+            family = GaugeMetricFamily(f"p2pdiloco_evaluation_set_{field}", about, labels=["set"])
+            for name, held_out in {e.name: e for e in learning.sets}.items():
+                family.add_metric([name], getattr(held_out, field))
+            yield family
+        if (newest := learning.evaluation) is not None:
+            for name, value, about in (
+                ("version", newest.version, "Newest evaluated version"),
+                ("evaluators", len(newest.reports), "Evaluators of that version whose word counts"),
+                ("evaluators_agreeing", newest.agreeing, "Of these, those that say what is shown"),
+                ("evaluators_asked", newest.asked, "Evaluators of that version that the log chose"),
+            ):
+                yield GaugeMetricFamily(f"p2pdiloco_evaluation_{name}", about, value=float(value))
 
     def _deltas(self) -> CounterMetricFamily:
         t = self._s.totals

@@ -17,7 +17,10 @@ from p2pdiloco_node.status_page import formats
 from p2pdiloco_node.status_page.charts import line_chart
 
 # Live sections in the order of the page; each is a template of its own and replaced as a whole.
-SECTIONS = ("notice", "summary", "figures", "curves", "nodes", "swarm", "events", "health")
+SECTIONS = (
+    "notice", "summary", "figures", "curves", "evaluation", "nodes", "checkpoints", "swarm", "events",
+    "health",
+)  # fmt: skip
 
 
 class Rendering(NamedTuple):

@@ -111,6 +111,11 @@ class DiskBlobStore:
         with self._lock:
             return sorted(d for d, (p, _, _) in self._blobs.items() if p == purpose)
 
+    def unfinished(self, purpose: Purpose) -> list[Digest]:
+        """Blobs of which only a part is here."""
+        with self._lock:
+            return sorted(d for d, part in self._parts.items() if part.purpose == purpose)
+
     def read(self, digest: Digest) -> bytes:
         """The whole blob, checked: a damaged file is removed, as if it had never been here.
 
@@ -248,7 +253,7 @@ class DiskBlobStore:
                     self._drop_part(digest, part)
 
     def close(self) -> None:
-        for part in self._parts.values():
+        for part in list(self._parts.values()):  # a thread of a fetch that was given up may still drop one
             with part.lock:
                 part.close()
 

@@ -84,6 +84,21 @@ class DiskJournal:
         self._suspect = False
         self._good_bytes += len(frames)
 
+    def cut(self, index: int) -> None:
+        """Drop the entries after `index`, durably. Raises: OperatorError; the log holds what it held."""
+        assert self._loaded, "the log is read (and mended) before it is written"
+        good = len(TAG)
+        with guarded(lambda: self._path.open("rb"), self._path) as file:
+            file.seek(good)
+            for payload, _ in zip(frames_of(file.read), range(index), strict=False):
+                good += FRAME_HEAD_BYTES + len(payload)
+        before, self._good_bytes = self._good_bytes, good
+        try:
+            self._rewrite()
+        except BaseException:
+            self._good_bytes = before
+            raise
+
     def load_entries(self) -> list[Entry]:
         """All entries in the order in which they were appended. Raises: OperatorError."""
         self.close()

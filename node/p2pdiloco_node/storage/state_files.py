@@ -105,6 +105,12 @@ class StateFiles:
             log.warning("the state in %s is unfinished or damaged and is skipped", folder)
         return None
 
+    def cut(self, index: int) -> None:
+        """Remove the states after `index`. Raises: OperatorError."""
+        for folder in self._folders():
+            if int(folder.name) > index:
+                self._remove(folder)
+
     def _folders(self) -> list[Path]:
         """Newest first."""
         found = [p for p in self._folder.iterdir() if p.name.isdecimal() and p.is_dir()]

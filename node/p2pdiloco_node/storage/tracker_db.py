@@ -21,7 +21,7 @@ import msgspec
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import RunId
-from p2pdiloco.status.read_model import Credit, EvalPoint, EventLine, VersionPoint
+from p2pdiloco.status.read_model import Credit, EvalPoint, EventLine, Samples, VersionPoint
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +37,7 @@ MIGRATIONS = (
     ) WITHOUT ROWID;
     CREATE TABLE events (id INTEGER PRIMARY KEY, point BLOB NOT NULL);
     """,
+    "CREATE TABLE samples (version INTEGER PRIMARY KEY, point BLOB NOT NULL);",
 )
 APPLICATION_ID = 0x70326464  # "p2dd": a file of another program is not ours to change
 DAMAGED_KEPT = 3
@@ -48,6 +49,7 @@ class Kept(NamedTuple):
     versions: tuple[VersionPoint, ...]
     contributions: tuple[Credit, ...]
     evaluations: tuple[EvalPoint, ...]
+    samples: tuple[Samples, ...]
     events: tuple[EventLine, ...]
 
 
@@ -86,12 +88,24 @@ class TrackerDb:
         """What there is; rows of a kind that cannot be read any more are left out."""
         return await self._in_thread(lambda: self._mended(self._load))
 
+    async def forget_after(self, version: int) -> None:
+        """Drop what came after `version`: the owner's recovery went on from there. Raises: OperatorError."""
+
+        def forget() -> None:
+            self._db.execute("BEGIN IMMEDIATE")
+            for table in ("versions", "contributions", "evaluations", "samples"):
+                self._db.execute(f"DELETE FROM {table} WHERE version > ?", (version,))  # noqa: S608
+            self._db.execute("COMMIT")
+
+        await self._in_thread(lambda: self._mended(forget))
+
     async def save(
         self,
         *,
         versions: Sequence[VersionPoint] = (),
         contributions: Sequence[Credit] = (),
         evaluations: Sequence[EvalPoint] = (),
+        samples: Sequence[Samples] = (),
         events: Sequence[EventLine] = (),
     ) -> None:
         """All or nothing, durable on return. Saving the same again changes nothing (events excepted).
@@ -99,7 +113,7 @@ class TrackerDb:
         Raises: OperatorError (exit code 6) when the disk is full or failing; nothing was saved then, and
             the page goes on without it.
         """
-        rows = Kept(tuple(versions), tuple(contributions), tuple(evaluations), tuple(events))
+        rows = Kept(tuple(versions), tuple(contributions), tuple(evaluations), tuple(samples), tuple(events))
         if any(rows):
             await self._in_thread(lambda: self._mended(lambda: self._save(rows)))
 
@@ -203,6 +217,7 @@ class TrackerDb:
             versions=self._points("versions", "version", VersionPoint, newest),
             contributions=self._points("contributions", "version", Credit, self._rows_max),
             evaluations=self._points("evaluations", "version", EvalPoint, newest),
+            samples=self._points("samples", "version", Samples, limits.samples_kept),
             events=self._points("events", "id", EventLine, limits.events_kept),
         )
 
@@ -233,6 +248,10 @@ class TrackerDb:
                 "INSERT OR REPLACE INTO evaluations VALUES (?, ?)",
                 [(p.version, pack(p)) for p in rows.evaluations],
             )
+            db.executemany(
+                "INSERT OR REPLACE INTO samples VALUES (?, ?)",
+                [(s.version, pack(s)) for s in rows.samples],
+            )
             db.executemany("INSERT INTO events (point) VALUES (?)", [(pack(e),) for e in rows.events])
             self._trim()
             db.execute("COMMIT")
@@ -243,11 +262,17 @@ class TrackerDb:
 
     def _trim(self) -> None:
         """Oldest rows go, so that the file is bounded."""
-        for table, key in (("versions", "version"), ("evaluations", "version"), ("events", "id")):
+        bounds = (
+            ("versions", "version", self._rows_max),
+            ("evaluations", "version", self._rows_max),
+            ("samples", "version", limits.samples_kept),
+            ("events", "id", self._rows_max),
+        )
+        for table, key, rows_max in bounds:
             self._db.execute(
                 f"DELETE FROM {table} WHERE {key} <= (SELECT {key} FROM {table} ORDER BY {key} DESC "  # noqa: S608
                 "LIMIT 1 OFFSET ?)",
-                (self._rows_max,),
+                (rows_max,),
             )
         self._db.execute(
             "DELETE FROM contributions WHERE version <= (SELECT version FROM contributions "

@@ -1,33 +1,112 @@
-"""Held-out loss of a certified state, a slice at a time between inner steps, so that training goes on."""
+"""Held-out losses of a certified state and what it writes, a slice at a time between inner steps."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
-from p2pdiloco_node.training.data import Place, Tokens
+from p2pdiloco import limits
+from p2pdiloco.run_spec import RunSpec
+from p2pdiloco_node.training import frames
+from p2pdiloco_node.training.data import Place, ShardReader, Tokens, evaluation_places
+
+
+class Computes(Protocol):
+    """An inner loop that holds the params under evaluation beside its own."""
+
+    def evaluate(self, tokens: Tokens) -> float:
+        """Sum of losses in nats over (sequences, seq_len + 1) tokens."""
+        ...
+
+
+class Writes(Protocol):
+    """Continuations under way (sampling.py)."""
+
+    def turn(self) -> bool: ...
+    def texts(self) -> tuple[str, ...]: ...
+
+
+class HeldOut:
+    """The run's evaluation sets on this disk."""
+
+    def __init__(self, spec: RunSpec, paths: Sequence[Path]) -> None:
+        """`paths`: one for each set of the RunSpec, in its order."""
+        data, sets = spec.data, spec.data.evaluations
+        assert len(paths) == len(sets), f"{len(paths)} files for {len(sets)} evaluation sets"
+        self.names = [held_out.name for held_out in sets]
+        self._seq_len = spec.model.seq_len
+        self._reader = ShardReader(
+            paths, [held_out.shard.tokens for held_out in sets], seq_len=self._seq_len,
+            token_bytes=data.token_bytes, vocab_size=data.tokenizer.vocab_size,
+        )  # fmt: skip
+        # What is measured of single sources all together costs as much as the whole corpus does.
+        of_source = limits.evaluation_tokens_max // max(1, len(sets) - 1)
+        self.places = [
+            [
+                Place(number, place.offset)
+                for place in evaluation_places(
+                    held_out.shard.tokens, seq_len=self._seq_len,
+                    tokens_max=of_source if number else limits.evaluation_tokens_max,
+                )
+            ]
+            for number, held_out in enumerate(sets)
+        ]  # fmt: skip
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Predicted in one evaluation, by set."""
+        return tuple(len(places) * self._seq_len for places in self.places)
+
+    def read(self, places: Sequence[Place]) -> Tokens:
+        """(len(places), seq_len + 1) tokens. Raises: OperatorError: the set is not here, or damaged."""
+        return self._reader.read(places)
 
 
 class Evaluation:
-    """One evaluation under way."""
+    """One evaluation under way: first the losses, set by set, then the continuations."""
 
-    def __init__(self, version: int, places: Sequence[Place], *, slice_sequences: int) -> None:
-        """`places`: the held-out sequences; a slice costs about a third of an inner step of as many."""
+    def __init__(
+        self, version: int, held_out: HeldOut, writes: Writes | None, *, sequences_max: int,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        """`sequences_max`: of a slice; as many as an inner step has are surely there in memory."""
         self.version = version
-        self._places = places
-        self._slice = slice_sequences
-        self._done = 0
-        self._loss_sum = 0.0
+        self._held_out = held_out
+        self._writes = writes
+        self._max = sequences_max
+        self._clock = clock
+        self._size = 1  # sequences of the next slice, of those that take about `evaluation_slice_s`
+        self._sums = [0.0] * len(held_out.places)
+        self._left = deque((n, deque(places)) for n, places in enumerate(held_out.places) if places)
 
-    def turn(self, read: Callable[[Sequence[Place]], Tokens], loss_sum: Callable[[Tokens], float]) -> bool:
-        """Evaluate the next slice. True: that was the last one."""
-        part = self._places[self._done : self._done + self._slice]
-        self._loss_sum += loss_sum(read(part))
-        self._done += len(part)
-        return self._done == len(self._places)
+    def turn(self, loop: Computes) -> bool:
+        """The next slice. True: that was the last one. Raises: OperatorError: a set cannot be read."""
+        if not self._left:
+            return self._writes is None or self._writes.turn()
+        number, places = self._left[0]
+        batch = self._held_out.read([places.popleft() for _ in range(min(self._size, len(places)))])
+        began = self._clock()
+        self._sums[number] += loop.evaluate(batch)
+        took_s = self._clock() - began
+        if took_s > limits.evaluation_slice_s:
+            self._size = max(1, self._size // 2)
+        elif took_s < limits.evaluation_slice_s / 2:
+            self._size = min(self._max, 2 * self._size)
+        if not places:
+            self._left.popleft()
+        return not self._left and self._writes is None
 
-    def loss(self, seq_len: int) -> float:
-        """Nats per token."""
-        return self._loss_sum / self.tokens(seq_len)
-
-    def tokens(self, seq_len: int) -> int:
-        return self._done * seq_len
+    def result(self, why: str) -> frames.Evaluated | frames.NotEvaluated:
+        """`why` there are no continuations, where some were wanted."""
+        tokens = self._held_out.tokens
+        if 0 in tokens:
+            name = self._held_out.names[tokens.index(0)]
+            return frames.NotEvaluated(self.version, f"evaluation set {name!r} is shorter than a sequence.")
+        losses = tuple(total / n for total, n in zip(self._sums, tokens, strict=True))
+        if not all(map(math.isfinite, losses)):
+            return frames.NotEvaluated(self.version, "its loss is not finite.")
+        samples = self._writes.texts() if self._writes is not None else ()
+        return frames.Evaluated(self.version, losses, tokens, samples, why)

@@ -8,7 +8,7 @@ this program in one version, so a frame that does not open is our own fault (Ass
 from __future__ import annotations
 
 import asyncio
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,16 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
     """Base of all frames."""
 
 
+class TrainerSettings(NamedTuple):
+    """How this machine trains; no other node has to know."""
+
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    micro_batch: int = 0  # sequences per forward pass; 0: as fits in memory
+    checkpointing: str = "auto"  # auto, on, off
+    offload: str = "auto"  # auto, none, anchor, moments
+    compile: bool = False  # losses by torch.compile
+
+
 # Daemon to trainer ----------------------------------------------------------------------------------------
 
 
@@ -30,14 +40,18 @@ class Configure(Frame, frozen=True):
     spec: bytes  # the encoded RunSpec
     peer: bytes  # PeerId, 32 bytes: the order of the data is this node's own
     shards: tuple[str, ...]  # one path per shard of the RunSpec, in its order
-    evaluation: str  # path of the held-out shard
+    evaluations: tuple[str, ...]  # one path per evaluation set of the RunSpec, in its order
     exchange: str  # folder of the array files
     cursor: int  # first sequence not yet trained on
     next_sequence: int  # the number that the next finished pass gets
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     threads: int = 1  # of torch on the CPU
-    micro_batch: int = 0  # sequences per forward pass; 0: the whole batch of an inner step at once
+    micro_batch: int = 0  # these four as in TrainerSettings
+    checkpointing: str = "auto"
+    offload: str = "auto"
+    compile: bool = False
     moments: str = ""  # file of AdamW moments to start from; empty: from zero, warmed up
+    tokenizer: tuple[str, ...] = ()  # files that make up the tokenizer.json; none: bytes
 
 
 class Adopt(Frame, frozen=True):
@@ -71,6 +85,12 @@ class Resume(Frame, frozen=True):
     pass
 
 
+class ShardsChanged(Frame, frozen=True):
+    """Files of data shards came or went: look again, and read those of `gone` no more."""
+
+    gone: tuple[int, ...]
+
+
 class SaveCheckpoint(Frame, frozen=True):
     """Write the moments to `path` (they are no part of the global state)."""
 
@@ -81,7 +101,7 @@ class Stop(Frame, frozen=True):
     pass
 
 
-Command = Configure | Adopt | Allow | Evaluate | Pause | Resume | SaveCheckpoint | Stop
+Command = Configure | Adopt | Allow | Evaluate | Pause | Resume | ShardsChanged | SaveCheckpoint | Stop
 
 # Trainer to daemon ----------------------------------------------------------------------------------------
 
@@ -95,6 +115,7 @@ class Ready(Frame, frozen=True):
 class Configured(Frame, frozen=True):
     device: str  # for the page: "cpu, 1 thread" or the GPU's name
     params: int
+    how: tuple[str, ...] = ()  # sentences for people: how it fits in memory, what was asked for and failed
 
 
 class Stepped(Frame, frozen=True):
@@ -107,6 +128,8 @@ class Stepped(Frame, frozen=True):
     longest_gap_s: float  # between the ends of two inner steps since the last report
     version: int  # adopted
     lr: float
+    clock: int = 0  # tokens, of the run's clock, up to here
+    cursor: int = 0  # first sequence of the node's own order that is not read yet
 
 
 class PassDone(Frame, frozen=True):
@@ -119,6 +142,9 @@ class PassDone(Frame, frozen=True):
     data_first: int  # in sequences of the node's own order
     data_count: int
     loss: float  # mean over the pass, nats per token
+    evenness: tuple[
+        float, ...
+    ] = ()  # of each layer's experts: 1 all used alike, 0 one alone; none: no experts
 
 
 class Waiting(Frame, frozen=True):
@@ -137,19 +163,21 @@ class NotFinite(Frame, frozen=True):
 
 class Evaluated(Frame, frozen=True):
     version: int
-    loss: float  # nats per token
-    tokens: int
+    losses: tuple[float, ...]  # nats per token, by evaluation set
+    tokens: tuple[int, ...]  # over which
+    samples: tuple[str, ...] = ()  # continuations, by prompt of the RunSpec
+    why: str = ""  # there are none, where some were wanted
 
 
 class NotEvaluated(Frame, frozen=True):
-    """The held-out shard cannot be read here; training goes on."""
+    """An evaluation set cannot be read here; training goes on."""
 
     version: int
     why: str
 
 
 class ShardsMissing(Frame, frozen=True):
-    """These shards are passed over from now on, until they are there again; none: all are."""
+    """These shards of the window in use are passed over, until they are there; none: all are there."""
 
     shards: tuple[int, ...]
     why: str  # of one of them; empty where some came back

@@ -2,23 +2,33 @@
 
 theta and anchor are one flat vector each, in the order of the RunSpec's tensors, so that the outer loop's
 arithmetic (algorithm.md 3) is four vector operations. The model's parameters are views into theta, its
-gradients views into one gradient vector.
+gradients views into one gradient vector. What must not be on a small GPU may lie in host memory: it is moved
+in pieces, so that no second copy of the model is ever there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
+from p2pdiloco import limits
 from p2pdiloco.rules.schedule import moments_warmup
 from p2pdiloco.run_spec import InnerSpec, ModelSpec
+from p2pdiloco_node.training.adamw import AdamW
 from p2pdiloco_node.training.data import Tokens
 from p2pdiloco_node.training.device import DeviceMissing
-from p2pdiloco_node.training.models import build_model, tensor_layout, views
+from p2pdiloco_node.training.losses import CausalLoss, Losses
+from p2pdiloco_node.training.machine import Machine, free_disk
+from p2pdiloco_node.training.memory_plan import Offload
+from p2pdiloco_node.training.models import checkpoint_layers, give_memory, outline_of, tensor_layout, views
 
 Floats = npt.NDArray[np.float32]
 
@@ -34,6 +44,15 @@ def choose_device(wanted: str) -> str:
             wanted, f"this machine has {torch.cuda.device_count()} usable NVIDIA GPU(s), counted from 0"
         )
     return wanted
+
+
+def torch_machine(device: str, folder: str) -> Machine:
+    """What is there for a trainer on `device`; of RAM all, because the daemon has its part already."""
+    gpu_bytes, name = None, ""
+    if device.startswith("cuda"):
+        gpu_bytes, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
+    ram_bytes = psutil.virtual_memory().total
+    return Machine(name, gpu_bytes, ram_bytes, free_disk(Path(folder)), folder)
 
 
 def set_threads(threads: int) -> None:
@@ -52,34 +71,53 @@ class LoopSpec(Protocol):
 
 
 class InnerLoop:
-    """Params, anchor and moments of one node. Not usable before the first `adopt`."""
+    """Params, anchor and moments of one node. Not usable before the first `adopt` or `start_from`."""
 
     def __init__(
-        self, spec: LoopSpec, *, device: str = "cpu", micro_batch: int = 0, model: Any = None
+        self,
+        spec: LoopSpec,
+        *,
+        device: str = "cpu",
+        micro_batch: int = 0,
+        checkpointing: bool = False,
+        offload: Offload = "none",
+        compiled: bool = False,
+        model: Any = None,
     ) -> None:
         """`micro_batch`: sequences per forward pass; 0: the whole batch at once.
 
+        `checkpointing`: each layer's activations are computed again in the backward pass. `offload`: what is
+        in host memory: the anchor and params under evaluation, or these and the moments. `compiled`: the
+        losses by torch.compile; where that fails, `compile_failure` says why, and all goes on without.
         `model`: in place of the one that `spec` describes, with the same tensors (the lab's).
 
-        Raises: AssertionError: this build of transformers gives the model other tensors than the RunSpec.
+        Raises: ModelRefused: the run's model is not what its config says, or cannot be built here.
         """
         self._inner = spec.inner
         self._device = device
         self._micro_batch = micro_batch or spec.inner.sequences_per_step
-        # Where the hardware multiplies bf16; elsewhere emulation is slower than float32.
-        self._bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
-        self._model = (build_model(spec.model) if model is None else model).to(device)
-        layout = tensor_layout(self._model)
-        assert layout == spec.model.tensors, "the model's tensors are not those of the RunSpec"
+        self._model = outline_of(spec.model) if model is None else model
+        self._layout = spec.model.tensors
+        assert tensor_layout(self._model) == self._layout, "the model's tensors are not those of the RunSpec"
         self.theta = torch.zeros(spec.model.params, dtype=torch.float32, device=device)
-        self.anchor = torch.zeros_like(self.theta)
         self._gradient = torch.zeros_like(self.theta)
-        self._layout = layout
-        parts, gradients = views(self.theta, layout), views(self._gradient, layout)
-        for name, parameter in self._model.named_parameters():
-            parameter.data = parts[name]
-            parameter.grad = gradients[name]
-        self._optimizer = self._make_optimizer()
+        self._eval_device = "cpu" if offload != "none" else device
+        self.anchor = torch.zeros(
+            spec.model.params, device=self._eval_device, pin_memory=self._eval_device != device
+        )
+        give_memory(self._model, views(self.theta, self._layout), views(self._gradient, self._layout), device)
+        if checkpointing:
+            checkpoint_layers(self._model)
+        # Where the hardware multiplies bf16; elsewhere emulation is slower than float32.
+        bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+        self._loss = CausalLoss(self._model, bf16=bf16).train()
+        self._forward: Any = self._loss
+        self.compile_failure = ""
+        if compiled:
+            self._compile(spec.model.seq_len)
+        self._optimizer = AdamW(
+            self._model.named_parameters(), spec.inner, device=device, on_host=offload == "moments"
+        )
         self._steps_since_zero = 0  # inner steps since the moments were zero
         self._eval_flat: Any = None
 
@@ -95,33 +133,49 @@ class InnerLoop:
     def step(self, tokens: Tokens, lr: float) -> float | None:
         """One inner step on `tokens` (sequences, seq_len + 1): AdamW with clipping (algorithm.md 2).
 
-        Returns: mean loss in nats per token before the step; None if it or the gradient is not finite,
-        and then nothing was changed.
+        Returns: mean cross-entropy in nats per token before the step, without the router's balance loss; None
+        if a loss or the gradient is not finite, and then nothing was changed.
         """
         batch = torch.from_numpy(tokens).to(self._device)
         self._gradient.zero_()
-        loss = 0.0
+        predicted = batch.shape[0] * (batch.shape[1] - 1)
+        cross_entropy: Any = torch.zeros((), device=self._device)
         for part in batch.split(self._micro_batch):
-            part_loss = self.loss_sum(self._model, part) / (batch.shape[0] * (batch.shape[1] - 1))
-            part_loss.backward()
-            loss += float(part_loss.detach())
+            losses = self.training_loss(part)
+            share = part.shape[0] / batch.shape[0]  # a balance is a mean, a cross-entropy a sum
+            (losses.cross_entropy / predicted + self._loss.balance_weight * share * losses.balance).backward()
+            cross_entropy += losses.cross_entropy.detach()
+        loss: float = float(cross_entropy) / predicted
         norm = float(torch.linalg.vector_norm(self._gradient))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return None
         if norm > self._inner.clip_norm:
             self._gradient.mul_(self._inner.clip_norm / norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * moments_warmup(self._inner, self._steps_since_zero)
-        self._optimizer.step()
+        self._optimizer.step(lr * moments_warmup(self._inner, self._steps_since_zero))
         self._steps_since_zero += 1
         return loss
 
-    def loss_sum(self, model: Any, tokens: Any) -> Any:
-        """Sum of the cross-entropies of predicting tokens[:, 1:], in nats; float32 under bf16 autocast."""
-        with torch.autocast(self.theta.device.type, dtype=torch.bfloat16, enabled=self._bf16):
-            logits_btv = model(input_ids=tokens[:, :-1]).logits
-        flat_logits = logits_btv.float().reshape(-1, logits_btv.shape[-1])
-        return torch.nn.functional.cross_entropy(flat_logits, tokens[:, 1:].reshape(-1), reduction="sum")
+    def training_loss(self, tokens: Any) -> Losses:
+        """Of (sequences, seq_len + 1) tokens, with a graph behind it."""
+        losses: Losses = self._forward(tokens)
+        return losses
+
+    def expert_tokens(self) -> Floats | None:
+        """(sparse layers, experts): tokens sent to each since the last call; None: no routers or no steps."""
+        routed = self._loss.take_routed()
+        return None if routed is None else np.asarray(routed.cpu().numpy(), np.float32)
+
+    def expert_evenness(self) -> tuple[float, ...]:
+        """Of each sparse layer since the last call: the entropy of where tokens went, over the largest.
+
+        1: all experts are used alike; 0: one alone. Empty without routers or steps.
+        """
+        routed = self.expert_tokens()
+        if routed is None:
+            return ()
+        shares = routed / routed.sum(axis=1, keepdims=True)
+        entropies = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(axis=1)
+        return tuple(float(entropy) for entropy in entropies / math.log(max(2, routed.shape[1])))
 
     # Between steps: algorithm.md 3.
 
@@ -130,13 +184,15 @@ class InnerLoop:
 
         `anchor`: (params,) G - sum(in_flight).
         """
-        new = torch.from_numpy(anchor).to(self._device)
+        for part in self._pieces():
+            new = torch.from_numpy(anchor[part]).to(self._device)
+            if reset:
+                self.theta[part].copy_(new)
+            else:
+                self.theta[part].sub_(self.anchor[part].to(self._device)).add_(new)
+            self.anchor[part].copy_(new)
         if reset:
-            self.theta.copy_(new)
             self.zero_moments()
-        else:
-            self.theta.sub_(self.anchor).add_(new)
-        self.anchor.copy_(new)
 
     def start_from(self, anchor: Floats) -> None:
         """The first state of this process's life: no progress to carry, moments as loaded."""
@@ -145,9 +201,12 @@ class InnerLoop:
 
     def cut_delta(self) -> Floats:
         """The pseudo-gradient anchor - theta (params,); the anchor moves to theta."""
-        delta = (self.anchor - self.theta).cpu().numpy()
-        self.anchor.copy_(self.theta)
-        return np.ascontiguousarray(delta, dtype=np.float32)
+        delta = np.empty(self.theta.numel(), np.float32)
+        for part in self._pieces():
+            difference = self.anchor[part].to(self._device) - self.theta[part]
+            torch.from_numpy(delta[part]).copy_(difference)
+            self.anchor[part].copy_(self.theta[part])
+        return delta
 
     def roll_back(self) -> None:
         """After a step that was not finite: theta <- anchor, the last state known to be sound."""
@@ -157,68 +216,67 @@ class InnerLoop:
     # Moments: private to the node, saved with its checkpoint, never sent (algorithm.md 2).
 
     def zero_moments(self) -> None:
-        self._optimizer = self._make_optimizer()
+        self._optimizer.zero()
         self._steps_since_zero = 0
 
     def moments(self) -> tuple[int, Floats]:
         """Steps since zero and (2, params): first and second moments; a copy."""
-        both = np.zeros((2, self.theta.numel()), np.float32)
-        for row, key in enumerate(("exp_avg", "exp_avg_sq")):
-            for name, parameter in self._model.named_parameters():
-                state = self._optimizer.state.get(parameter)
-                if state:
-                    both[row, self._slice(name)] = state[key].reshape(-1).cpu().numpy()
-        return self._steps_since_zero, both
+        return self._steps_since_zero, self._optimizer.moments()
 
     def load_moments(self, steps: int, both: Floats) -> None:
         """The inverse of `moments`."""
-        self.zero_moments()
-        for name, parameter in self._model.named_parameters():
-            first, second = (
-                torch.from_numpy(both[row, self._slice(name)].copy()).view(parameter.shape).to(self._device)
-                for row in (0, 1)
-            )
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(steps), device=self._device),
-                "exp_avg": first,
-                "exp_avg_sq": second,
-            }
+        self._optimizer.load(steps, both)
         self._steps_since_zero = steps
 
-    # Evaluation of somebody else's params, beside the training state.
+    # Evaluation of somebody else's params, which for that time take theta's place.
 
     def load_evaluation(self, params: Floats) -> None:
-        """(params,) to evaluate; kept until `drop_evaluation`."""
-        self._eval_flat = torch.from_numpy(params).to(self._device)
+        """(params,) to evaluate; kept until `drop_evaluation`. Its memory is this loop's from here on."""
+        self._eval_flat = torch.from_numpy(params).to(self._eval_device)
 
     def evaluate(self, tokens: Tokens) -> float:
         """Sum of losses in nats over `tokens` (sequences, seq_len + 1) under the loaded params."""
-        params = views(self._eval_flat, self._layout)
+        batch = torch.from_numpy(tokens).to(self._device)
+        with self.under_evaluation():
+            parts = [self._loss(part).cross_entropy for part in batch.split(self._micro_batch)]
+            return float(torch.stack(parts).sum())
 
-        def model(**inputs: Any) -> Any:
-            # Tied parameters have one name here, and functional_call ties the rest itself.
-            return torch.func.functional_call(self._model, params, kwargs=inputs, tie_weights=True)
-
-        with torch.no_grad():
-            return float(self.loss_sum(model, torch.from_numpy(tokens).to(self._device)))
+    @contextmanager
+    def under_evaluation(self) -> Iterator[Any]:
+        """The model, computing with the loaded params, without gradients; theta is back afterwards."""
+        self._exchange()
+        try:
+            self._loss.eval()
+            with torch.no_grad(), self._loss.autocast(self.theta.device.type):
+                yield self._model
+        finally:
+            self._loss.train()
+            self._exchange()
 
     def drop_evaluation(self) -> None:
         self._eval_flat = None
 
-    def _make_optimizer(self) -> Any:
-        inner = self._inner
-        named = list(self._model.named_parameters())
-        groups = [
-            # Norms (vectors) are not decayed: pulling a gain towards zero regularises nothing.
-            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": inner.weight_decay},
-            {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=inner.lr, betas=(inner.beta1, inner.beta2), fused=True)
+    def _exchange(self) -> None:
+        """theta <-> the params under evaluation: the model computes with whatever theta's memory holds."""
+        for part in self._pieces():
+            kept = self.theta[part].clone()
+            self.theta[part].copy_(self._eval_flat[part])
+            self._eval_flat[part].copy_(kept)
 
-    def _slice(self, name: str) -> slice:
-        at = 0
-        for tensor in self._layout:
-            if tensor.name == name:
-                return slice(at, at + tensor.size)
-            at += tensor.size
-        raise AssertionError(f"no tensor {name}")
+    def _pieces(self) -> Iterator[slice]:
+        for first in range(0, self.theta.numel(), limits.handed_over_values):
+            yield slice(first, first + limits.handed_over_values)
+
+    def _compile(self, seq_len: int) -> None:
+        """Compile now, forward and backward: a failure is found before the first batch, and said."""
+        forward = torch.compile(self._loss, dynamic=False)
+        tokens = torch.zeros((self._micro_batch, seq_len + 1), dtype=torch.int64, device=self._device)
+        try:
+            forward(tokens).cross_entropy.backward()
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, training goes on without it
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.compile_failure = f"torch.compile failed here, training goes on without it: {said[:200]}"
+        else:
+            self._forward = forward
+        self._gradient.zero_()
+        self._loss.take_routed()

@@ -1,38 +1,181 @@
-"""transformers' Llama built from the RunSpec's plain numbers: no remote code, no download, no pickle.
+"""transformers' models built from the RunSpec's config: no remote code, no download, no pickle.
 
-Only the trainer process imports this module: torch and transformers take seconds and hundreds of megabytes.
+Only the trainer process and processes like it import this module: torch and transformers take seconds and
+hundreds of megabytes. A model is first built on torch's meta device, where tensors have shapes and no memory:
+there it is counted and compared with what the RunSpec says, and only then does anything get memory.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from p2pdiloco import limits
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
+from p2pdiloco_node.config import nearest
+from p2pdiloco_node.training.families import (
+    EXPERT_COUNTS,
+    LAYER_COUNTS,
+    SPEC_FAULT,
+    ModelRefused,
+    family_of,
+    open_config,
+    without_dropout,
+)
+
+_COMMON = frozenset(field.name for field in fields(PreTrainedConfig))
+# Keys of config.json files from before rope_parameters; their classes turn them into that.
+LEGACY_ROPE = frozenset(
+    {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}
+)
+
+
+def known_keys(family: str) -> frozenset[str]:
+    """What the config class of a family is called with, beside what all classes share."""
+    family_of(family)
+    cls = type(AutoConfig.for_model(family))
+    return frozenset(field.name for field in fields(cls)) - _COMMON
+
+
+def make_config(family: str, arguments: Mapping[str, Any], *, from_file: bool = False) -> Any:
+    """The config object of checked `arguments` (families.py).
+
+    `from_file`: with what config.json files have besides: rope's keys by their old names, and values that the
+    class derives itself, which are left out.
+
+    Raises: ModelRefused: a key that the class does not know, or a combination that it refuses.
+    """
+    known = known_keys(family)
+    if from_file:
+        derived = AutoConfig.for_model(family).to_dict().keys() - known
+        arguments = {key: value for key, value in arguments.items() if key not in derived}
+        known |= LEGACY_ROPE
+    for key in arguments:
+        if key not in known:
+            raise ModelRefused(
+                f"the model's config has the key {key!r}, which {family!r} does not know"
+                f"{nearest(key, known)}. In a run: install the transformers that its owner uses; in a file: "
+                "take the key out, if the model does not need it.",
+                exit_code=SPEC_FAULT,
+            )
+    try:
+        config = AutoConfig.for_model(family, **without_dropout(family, arguments))
+    except Exception as error:  # noqa: BLE001 - config classes raise what they like about their arguments
+        raise _unbuildable(family, error) from None
+    config.use_cache = False
+    # No token is padding: sequences are cut from one long text, and every embedding is trained.
+    config.pad_token_id = None
+    return config
+
+
+def frozen_config(config: Any) -> dict[str, Any]:
+    """All arguments that make `config` again, defaults included: another release may have other defaults."""
+    own = sorted(known_keys(config.model_type))
+    return {key: getattr(config, key) for key in own if hasattr(config, key) and key != "use_cache"}
 
 
 def build_model(spec: ModelSpec) -> Any:
-    """A LlamaForCausalLM in float32 on the CPU, initialised by transformers from torch's global seed.
+    """A RunSpec's model in float32 on the CPU, initialised by transformers from torch's global seed.
 
-    `spec.tensors` is not looked at: genesis builds the model to find them.
+    `spec.tensors` is not looked at.
+
+    Raises: ModelRefused: the config is not one that may be built.
     """
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        max_position_embeddings=spec.seq_len,
-        tie_word_embeddings=spec.tied,
-        attn_implementation="sdpa",
-        use_cache=False,
-        dtype="float32",
-    )
-    return LlamaForCausalLM(config)
+    return initialised(spec.family, make_config(spec.family, open_config(spec.family, spec.config)))
+
+
+def initialised(family: str, config: Any) -> Any:
+    """The same from a config object. Raises: ModelRefused."""
+    outline(family, config)
+    return _from_config(family, config)
+
+
+def outline(family: str, config: Any) -> Any:
+    """The model on the meta device: its tensors' names and shapes, and no memory.
+
+    Raises: ModelRefused: too large, or the class refuses the config.
+    """
+    layers = max((getattr(config, key, None) or 0 for key in LAYER_COUNTS), default=0)
+    experts = max((getattr(config, key, None) or 0 for key in EXPERT_COUNTS), default=0)
+    if layers * max(1, experts) > limits.model_modules_max:
+        raise _too_large(f"{layers} layers of {experts} experts")
+    try:
+        with torch.device("meta"):
+            model = _from_config(family, config)
+    except ModelRefused:
+        raise
+    except Exception as error:  # noqa: BLE001 - model classes raise what they like about sizes that do not fit
+        raise _unbuildable(family, error) from None
+    params = sum(p.numel() for p in model.parameters())
+    if not 0 < params <= limits.model_params_max:
+        raise _too_large(f"{params:,} parameters")
+    buffer_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
+    if buffer_bytes > limits.model_buffer_bytes_max:
+        raise _too_large(f"derived tables of {buffer_bytes / limits.MIB:,.0f} MiB")
+    return model
+
+
+def outline_of(spec: ModelSpec) -> Any:
+    """The RunSpec's model on the meta device, with exactly the tensors that the RunSpec names.
+
+    Raises: ModelRefused: it is another model, too large, or cannot be built.
+    """
+    model = outline(spec.family, make_config(spec.family, open_config(spec.family, spec.config)))
+    found = tensor_layout(model)
+    if found != spec.tensors:
+        raise ModelRefused(f"{_difference(found, spec.tensors)} Nothing of it is built.", exit_code=5)
+    return model
+
+
+def give_memory(model: Any, parts: Mapping[str, Any], gradients: Mapping[str, Any], device: str) -> None:
+    """Turn an outline into a model on `device`: params are views, buffers are derived as at a build.
+
+    `parts`, `gradients`: tensors by parameter name, float32 on `device`; what the model computes with is
+    `parts`, without a copy. A tied parameter is one tensor.
+    """
+    new: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        made = torch.nn.Parameter(parts[name])
+        made.grad = gradients[name]
+        new[id(parameter)] = made
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = new[id(parameter)]
+    derive_buffers(model, device)
+
+
+def derive_buffers(model: Any, device: str) -> None:
+    """Memory and values for every buffer: inverse frequencies, masks. They are never sent."""
+    for module in model.modules():
+        own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if not own:
+            continue
+        for name, buffer in own.items():
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+        # transformers initialises a module's params and buffers together; params have their values already.
+        marked = [p for p in module.parameters(recurse=False) if not hasattr(p, "_is_hf_initialized")]
+        for parameter in marked:
+            parameter._is_hf_initialized = True
+        with torch.no_grad(), torch.device(device):
+            model._init_weights(module)
+        for parameter in marked:
+            del parameter._is_hf_initialized
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Each layer's activations are computed again in the backward pass instead of being kept."""
+    # The reentrant kind would lose the router's losses, which leave a layer by the side door.
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its newer name
+        model.activation_checkpointing_enable(how)
+    else:
+        model.gradient_checkpointing_enable(how)
 
 
 def tensor_layout(model: Any) -> tuple[TensorSpec, ...]:
@@ -54,3 +197,38 @@ def views(flat: Any, layout: tuple[TensorSpec, ...]) -> dict[str, Any]:
         at += tensor.size
     assert at == flat.numel(), f"a layout of {at} values on {flat.numel()}"
     return found
+
+
+def _from_config(family: str, config: Any) -> Any:
+    how = {"attn_implementation": "sdpa" if family_of(family).sdpa else "eager"}
+    if torch.cuda.is_available():
+        # The grouped kernel knows no autocast and would multiply in float32.
+        how["experts_implementation"] = "eager"
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)
+
+
+def _difference(found: tuple[TensorSpec, ...], named: tuple[TensorSpec, ...]) -> str:
+    for here, there in zip(found, named, strict=False):
+        if here != there:
+            return (
+                f"The run names the tensor {there.name} {list(there.shape)} where its config makes "
+                f"{here.name} {list(here.shape)}: another release of transformers, or a run that lies."
+            )
+    return f"The run names {len(named)} tensors where its config makes {len(found)}."
+
+
+def _too_large(what: str) -> ModelRefused:
+    most = math.log2(limits.model_params_max)
+    return ModelRefused(
+        f"the model's config asks for {what}: a run's model has up to 2**{most:.0f} parameters. Nothing of "
+        "it is built.",
+        exit_code=SPEC_FAULT,
+    )
+
+
+def _unbuildable(family: str, error: Exception) -> ModelRefused:
+    said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return ModelRefused(
+        f"a model of the family {family!r} cannot be made from this config: {said[:300]}.",
+        exit_code=SPEC_FAULT,
+    )

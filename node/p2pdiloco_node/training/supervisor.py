@@ -156,6 +156,11 @@ class Supervisor:
         if self._configured:
             self._send(frames.Resume())
 
+    def shards_changed(self, gone: Sequence[int]) -> None:
+        """Files of data shards came or went; those of `gone` are not to be read any more, or anew."""
+        if self._configured:
+            self._send(frames.ShardsChanged(tuple(gone)))
+
     def save_checkpoint(self) -> None:
         """Now, whatever the cadence; ends in `Saved`."""
         self._passes_unsaved, self._saved_at = 0, self._clock()

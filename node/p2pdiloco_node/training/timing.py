@@ -62,7 +62,7 @@ async def time_inner_steps(
                 spec=encode(endless),
                 peer=tagged_digest("timing", number.to_bytes(4, "big")),
                 shards=tuple(map(str, shards)),
-                evaluation="",
+                evaluations=("",) * len(spec.data.evaluations),
                 exchange=folder,
                 cursor=0,
                 next_sequence=1,

@@ -30,11 +30,14 @@ from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.wire.codec import decode
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array, take_array, write_array
-from p2pdiloco_node.training.data import DataFeed, DataOrder, ShardMissing, ShardReader, evaluation_places
+from p2pdiloco_node.training.data import DataFeed, DataOrder, NothingHere, ShardReader
 from p2pdiloco_node.training.device import DeviceMissing
-from p2pdiloco_node.training.evaluation import Evaluation
+from p2pdiloco_node.training.evaluation import Evaluation, HeldOut, Writes
+from p2pdiloco_node.training.families import ModelRefused
 from p2pdiloco_node.training.frames import Command, Event
+from p2pdiloco_node.training.memory_plan import chosen, plan_trainer
 from p2pdiloco_node.training.moments_file import read_moments, write_moments
+from p2pdiloco_node.training.text_codec import TextCodec, open_codec
 
 PR_SET_PDEATHSIG = 1
 
@@ -56,31 +59,34 @@ class Worker:
     ) -> None:
         """Builds the model. Raises: OperatorError: data or device cannot be used."""
         # Here, because importing torch takes seconds in which commands can already be read.
-        from p2pdiloco_node.training.inner_loop import InnerLoop, choose_device, set_threads
+        from p2pdiloco_node.training.inner_loop import InnerLoop, choose_device, set_threads, torch_machine
 
         self._emit, self._clock = emit, clock
         self.spec = spec = decode(configure.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
         set_threads(configure.threads)
         device = choose_device(configure.device)
-        self.loop = InnerLoop(spec, device=device, micro_batch=configure.micro_batch)
+        plan = plan_trainer(spec, torch_machine(device, configure.exchange), configure)
+        self.loop = InnerLoop(
+            spec, device=device, micro_batch=plan.micro_batch, checkpointing=plan.checkpointing,
+            offload=plan.offload, compiled=configure.compile,
+        )  # fmt: skip
         if configure.moments:
             self.loop.load_moments(*read_moments(Path(configure.moments), spec.model.params))
         seq_len = spec.model.seq_len
         sizes = [shard.tokens for shard in spec.data.shards]
         order = DataOrder(
             run_id_of(configure.spec), PeerId(configure.peer), sizes,
-            seq_len=seq_len, window_shards=limits.data_window_shards,
+            seq_len=seq_len, window_shards=spec.data.window_shards,
         )  # fmt: skip
-        shards = ShardReader([Path(p) for p in configure.shards], sizes, seq_len=seq_len)
+        width, words = spec.data.token_bytes, spec.data.tokenizer.vocab_size
+        shards = ShardReader(
+            [Path(p) for p in configure.shards], sizes, seq_len=seq_len, token_bytes=width, vocab_size=words
+        )
         self._data = DataFeed(
             order, shards, clock, lambda missing, why: emit(frames.ShardsMissing(tuple(missing), why))
         )
-        held_out = spec.data.evaluation.tokens
-        self._held_out = ShardReader([Path(configure.evaluation)], [held_out], seq_len=seq_len)
-        self._eval_places = evaluation_places(
-            held_out, seq_len=seq_len, tokens_max=limits.evaluation_tokens_max
-        )
-        self._eval_slice = configure.micro_batch or spec.inner.sequences_per_step
+        self._held_out = HeldOut(spec, [Path(path) for path in configure.evaluations])
+        self._codec, self._no_samples = self._open_codec(configure)
         self._exchange = Path(configure.exchange)
         self._next_sequence = configure.next_sequence
         self._cursor = configure.cursor
@@ -95,13 +101,15 @@ class Worker:
         self._evaluation: Evaluation | None = None
         self._paused = False
         self._waiting = False
+        self._starved = False  # no data shard is here
         self._saving: threading.Thread | None = None
         self._stepped_at: float | None = None  # end of the last inner step; None: the next ends no gap
         self._pass_seen_at = clock()  # up to here the pass's seconds are counted
         self._reported_at = clock()
         self._longest_gap_s = 0.0
         self._reported_tokens = 0
-        emit(frames.Configured(self.loop.device_name, spec.model.params))
+        how = tuple(filter(None, (chosen(plan), self.loop.compile_failure)))
+        emit(frames.Configured(self.loop.device_name, spec.model.params, how))
 
     # The loop's body.
 
@@ -110,7 +118,7 @@ class Worker:
         """Nothing to do until the next command."""
         if self._adopt is not None or self._evaluation is not None or self._asked:
             return False
-        return self._paused or self._pass is None or self._waiting
+        return self._paused or self._pass is None or self._waiting or self._starved
 
     def turn(self) -> None:
         """At an inner-step boundary: adopt, evaluate a slice, then one inner step or the end of the pass."""
@@ -118,7 +126,7 @@ class Worker:
             self._take_over(self._adopt)
             self._adopt = None
         self._evaluate_slice()
-        if self._paused or self._pass is None or self._waiting:
+        if self._paused or self._pass is None or self._waiting or self._starved:
             return
         move = next_move(
             self._pass,
@@ -158,6 +166,11 @@ class Worker:
             case frames.Resume():
                 self._paused = False
                 self._pass_seen_at = self._reported_at = self._clock()
+            case frames.ShardsChanged(gone):
+                self._data.look_again(gone)
+                if self._starved:  # what it waited is no time of the pass
+                    self._starved = False
+                    self._pass_seen_at = self._reported_at = self._clock()
             case frames.SaveCheckpoint(path):
                 self._save(Path(path))
             case frames.Stop():
@@ -197,7 +210,12 @@ class Worker:
     def _step(self, current: Pass) -> None:
         inner = self.spec.inner
         step_tokens = self.spec.tokens_per_inner_step
-        batch, behind = self._data.next_batch(self._cursor, inner.sequences_per_step)
+        try:
+            batch, behind = self._data.next_batch(self._cursor, inner.sequences_per_step)
+        except NothingHere as error:
+            self._starved, self._stepped_at = True, None
+            self._emit(frames.Waiting(str(error)))
+            return
         rate = learning_rate(
             inner, self._clock_tokens + current.steps * step_tokens,
             target_tokens=self._target_tokens, step_tokens=step_tokens,
@@ -231,6 +249,8 @@ class Worker:
                 self._longest_gap_s,
                 self._version,
                 rate,
+                self._clock_tokens + current.steps * self.spec.tokens_per_inner_step,
+                self._cursor,
             )
         )
         self._reported_at, self._reported_tokens, self._longest_gap_s = now, 0, 0.0
@@ -249,6 +269,7 @@ class Worker:
                 current.data_first,
                 self._cursor - current.data_first,
                 current.loss,
+                self.loop.expert_evenness(),
             )
         )
         tokens = current.steps * self.spec.tokens_per_inner_step
@@ -263,19 +284,36 @@ class Worker:
                 return
             asked = self._asked.popleft()
             self.loop.load_evaluation(take_array(Path(asked.params), self.spec.model.params))
-            self._evaluation = Evaluation(asked.version, self._eval_places, slice_sequences=self._eval_slice)
+            self._evaluation = Evaluation(
+                asked.version, self._held_out, self._writes(),
+                sequences_max=self.spec.inner.sequences_per_step, clock=self._clock,
+            )  # fmt: skip
+        told: Event
         try:
-            over = self._evaluation.turn(self._held_out.read, self.loop.evaluate)
-        except ShardMissing as error:
-            version, self._evaluation = self._evaluation.version, None
-            self.loop.drop_evaluation()
-            self._emit(frames.NotEvaluated(version, str(error)))
-            return
-        if over:
-            seq_len = self.spec.model.seq_len
-            done, self._evaluation = self._evaluation, None
-            self.loop.drop_evaluation()
-            self._emit(frames.Evaluated(done.version, done.loss(seq_len), done.tokens(seq_len)))
+            if not self._evaluation.turn(self.loop):
+                return
+            told = self._evaluation.result(self._no_samples)
+        except OperatorError as error:
+            told = frames.NotEvaluated(self._evaluation.version, str(error))
+        self._evaluation = None
+        self.loop.drop_evaluation()
+        self._emit(told)
+
+    def _open_codec(self, configure: frames.Configure) -> tuple[TextCodec | None, str]:
+        """What continuations need of the tokenizer, or why there will be none."""
+        if not self.spec.samples.prompts:
+            return None, ""
+        try:
+            return open_codec(self.spec.data.tokenizer, [Path(path) for path in configure.tokenizer]), ""
+        except OperatorError as error:
+            return None, str(error)
+
+    def _writes(self) -> Writes | None:
+        if self._codec is None:
+            return None
+        from p2pdiloco_node.training.sampling import Continuations  # torch
+
+        return Continuations(self.spec, self._codec, self.loop, self._clock)
 
     def _save(self, path: Path) -> None:
         """Copy the moments now, write them beside the loop: fsync may take long on a busy disk."""
@@ -340,7 +378,7 @@ def main() -> None:
     except OSError as error:
         emit(frames.Failed(f"the trainer cannot use a file: {error}; check the disk and its free space."))
         raise SystemExit(6) from None
-    except DeviceMissing as error:
+    except (DeviceMissing, ModelRefused) as error:
         emit(frames.Failed(str(error), error.exit_code))
         raise SystemExit(error.exit_code) from None
     except OperatorError as error:

@@ -37,6 +37,7 @@ STATUS: Mapping[str, int] = {
     "TOO_BIG": 413,
     "TOO_SLOW": 408,
     "WRONG_DIGEST": 422,
+    "WRONG_EPOCH": 409,
     "WRONG_RECEIVER": 421,
     "WRONG_RUN": 403,
     "WRONG_SIZE": 409,
@@ -45,7 +46,7 @@ STATUS: Mapping[str, int] = {
 # Slips of an honest peer: a race, another run, an older build, an address that changed hands. No strike.
 HARMLESS = frozenset(
     {"BAD_OFFSET", "BANNED", "BUSY", "NOT_ALLOWED", "NOT_HERE", "RATE_LIMITED", "REPLAYED", "WRONG_RUN"}
-    | {"WRONG_RECEIVER", "WRONG_VERSION"}
+    | {"WRONG_EPOCH", "WRONG_RECEIVER", "WRONG_VERSION"}
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from aiohttp import web
@@ -16,13 +15,13 @@ from p2pdiloco.ids import DIGEST_BYTES, Digest, PeerId, RunId
 from p2pdiloco.wire.signing import Verify
 from p2pdiloco_node.ports import BlobStore, Origin, Purpose
 from p2pdiloco_node.transport.answers import content_length, refusal, remote_ip
-from p2pdiloco_node.transport.bodies import Pace, Paced, TooSlow, read_parts
+from p2pdiloco_node.transport.bodies import Pace, read_parts
+from p2pdiloco_node.transport.file_answers import FileAnswers
 from p2pdiloco_node.transport.guards import Strikes
 from p2pdiloco_node.transport.slots import Slots
 from p2pdiloco_node.transport.traffic import Traffic
 from p2pdiloco_node.transport.upload_proof import check_proof
 
-RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 DONORS_NAMED_MAX = 8
 
@@ -76,6 +75,8 @@ class BlobRoutes:
         self._known_address = known_address
         self._intake = Slots(limits.receives_per_node_max, kept=limits.receives_kept, local=local)
         self._outlet = Slots(limits.uploads_per_node_max, kept=limits.uploads_kept, local=local)
+        self._files = FileAnswers(self._outlet, pace, traffic)
+        self._shards_out = 0  # served just now
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -107,53 +108,20 @@ class BlobRoutes:
         size, path = self._blobs.size(digest), self._blobs.path(digest)
         if size is None or path is None or not self.visible(digest):
             raise PeerError("NOT_HERE", "this blob is not here, or not shown yet")
-        tag = f'"{digest.hex()}"'
-        first, last = 0, size - 1
-        wanted = request.headers.get("Range")
-        ranged = wanted is not None and request.headers.get("If-Range", tag) == tag
-        if ranged:
-            first, last = _range(wanted or "", size)
-        answer = web.StreamResponse(
-            status=206 if ranged else 200,
-            headers={"ETag": tag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"},
-        )
-        answer.content_length = last + 1 - first
-        if ranged:
-            answer.headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-        if request.method == "HEAD":
-            await answer.prepare(request)
-            return answer
-        address = remote_ip(request)
-        if not self._outlet.is_free(address, known=self._known_address(address)):
-            named = [p.hex() for p in self._donors(digest)[:DONORS_NAMED_MAX]]
-            return refusal(
-                "BUSY", "no slot is free for this address", retry_after_s=limits.retry_after_s, donors=named
-            )  # fmt: skip
-        with self._outlet.held(address):
-            try:
-                await answer.prepare(request)
-                await self._send(answer, path, first, last + 1 - first)
-            except (TooSlow, OSError):
-                if request.transport is not None:
-                    request.transport.abort()
-        return answer
 
-    async def _send(self, answer: web.StreamResponse, path: Path, first: int, length: int) -> None:
-        """Raises: TooSlow; OSError if the file or the connection is gone."""
-        file = await asyncio.to_thread(path.open, "rb")
+        def donors() -> list[str]:
+            return [p.hex() for p in self._donors(digest)[:DONORS_NAMED_MAX]]
+
+        is_shard = self._blobs.purpose(digest) is Purpose.SHARD and request.method != "HEAD"
+        if is_shard and self._shards_out >= limits.shards_served_max:
+            why = "as many data shards as may be are on their way"
+            return refusal("BUSY", why, retry_after_s=limits.retry_after_s, donors=donors())
+        self._shards_out += is_shard
         try:
-            await asyncio.to_thread(file.seek, first)
-            async with Paced(self._pace.for_size(length)) as paced:
-                while length:
-                    data = await asyncio.to_thread(file.read, min(length, limits.io_bytes))
-                    if not data:
-                        raise OSError("the file is shorter than it was")
-                    await answer.write(data)
-                    paced.moved(len(data))
-                    self._traffic.up_data += len(data)
-                    length -= len(data)
+            known = self._known_address(remote_ip(request))
+            return await self._files.answer(request, path, size, digest.hex(), known=known, donors=donors)
         finally:
-            await asyncio.to_thread(file.close)
+            self._shards_out -= is_shard
 
     async def delta_offset(self, request: web.Request) -> web.StreamResponse:
         """How much of an allowed delta is here, so that an upload goes on where it broke."""
@@ -232,18 +200,6 @@ def _digest(request: web.Request) -> Digest:
     if len(digest) != DIGEST_BYTES or digest.hex() != request.match_info["digest"]:
         raise PeerError("MALFORMED", "a digest is 64 hex digits in lower case")
     return Digest(digest)
-
-
-def _range(text: str, size: int) -> tuple[int, int]:
-    """First and last byte of a single range."""
-    found = RANGE.fullmatch(text)
-    if found is None:
-        raise PeerError("BAD_RANGE", "one range of the form bytes=FIRST-[LAST]")
-    first = int(found[1])
-    last = min(int(found[2]) if found[2] else size - 1, size - 1)
-    if first > last:
-        raise PeerError("BAD_RANGE", f"the blob has {size} bytes")
-    return first, last
 
 
 def _first(request: web.Request, length: int, size: int) -> int:

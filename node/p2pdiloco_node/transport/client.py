@@ -21,7 +21,7 @@ import aiohttp
 from p2pdiloco import limits
 from p2pdiloco.errors import P2PDiLoCoError, PeerError, TransportError
 from p2pdiloco.ids import Digest, PeerId, RunId, short
-from p2pdiloco.wire.envelope import ANYBODY, receiver_of, seal
+from p2pdiloco.wire.envelope import ANYBODY, receiver_of, seal, sender_of
 from p2pdiloco.wire.messages import Message
 from p2pdiloco.wire.signing import Signer
 from p2pdiloco_node.ports import AddressBook, BlobStore, Purpose
@@ -67,6 +67,7 @@ class Client:
     on_not_sent: NotSent
     on_failure: Callable[[BaseException], None]
     local: bool
+    on_met: Callable[[PeerId], None] = lambda _peer: None  # an address of this peer is news
     epoch: int = 0
     own: frozenset[tuple[str, int]] = frozenset()  # where this node listens
     rng: Random = field(default_factory=Random)  # jitter only
@@ -118,6 +119,13 @@ class Client:
             self._outboxes[peer] = outbox
         outbox.put(message)
 
+    def enter_epoch(self, epoch: int) -> None:
+        """Seal in this epoch from now on; what waits to be sent was said in another and is dropped."""
+        self.epoch = epoch
+        self._sealed = []
+        for outbox in self._outboxes.values():
+            outbox.clear()
+
     async def drain(self, seconds: float) -> None:
         """Wait until what is queued was sent, at most so long (a goodbye before the end)."""
         with suppress(TimeoutError):
@@ -139,6 +147,11 @@ class Client:
             OperatorError: it cannot be stored here.
         """
         await self._fetcher.fetch(digest, size_max, donors, purpose)
+
+    @property
+    def deltas_on_the_way(self) -> bool:
+        """Whether a delta is uploaded or fetched by this node just now."""
+        return self._uploader.busy or self._fetcher.fetching_deltas
 
     def remember(self, peer: PeerId, sealed: bytes) -> None:
         """Keep a peer's signed record; written to disk within `ADDRESS_BOOK_FLUSH_S`."""
@@ -230,6 +243,8 @@ class Client:
         except PeerError as error:
             self.strikes.strike(peer, error.reason)
             return
+        if record is not None:
+            self.on_met(sender_of(sealed))
         if record is not None and not self._book_changed:
             self._book_changed = True
             self._start(self._write_book())

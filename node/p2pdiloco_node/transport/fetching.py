@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections.abc import Callable, Sequence
 from random import Random
+from time import monotonic
 
 import aiohttp
 
@@ -48,8 +49,10 @@ class Fetcher:
         traffic: Traffic,
         pace: Pace,
         rng: Random,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._session = session
+        self._clock = clock
         self._blobs = blobs
         self._urls = urls
         self._strikes = strikes
@@ -59,6 +62,10 @@ class Fetcher:
         self._slots = asyncio.Semaphore(limits.fetches_per_node_max)
         self._under_way: dict[Digest, asyncio.Lock] = {}
         self._places: dict[PeerId, asyncio.Semaphore] = {}  # a donor gives one address no more at once
+        self._avoided: dict[
+            PeerId, float
+        ] = {}  # donors that gave nothing, or lies: until when they come last
+        self._deltas = 0  # under way
 
     async def fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
         """Into the store. Two calls for one blob take turns, and the second finds it there.
@@ -66,18 +73,25 @@ class Fetcher:
         Raises: TransportError, OperatorError.
         """
         lock = self._under_way.setdefault(digest, asyncio.Lock())
+        self._deltas += purpose is Purpose.DELTA
         try:
             async with lock, self._slots:
                 if not self._blobs.has(digest):
                     await self._fetch(digest, size_max, donors, purpose)
         finally:
+            self._deltas -= purpose is Purpose.DELTA
             if not lock.locked():
                 self._under_way.pop(digest, None)
+
+    @property
+    def fetching_deltas(self) -> bool:
+        """Whether a delta is on its way here, or waits for a slot."""
+        return self._deltas > 0
 
     async def _fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
         asked = sorted(
             dict.fromkeys(donors),
-            key=lambda d: (self._strikes.refused_for_s(d) > 0, self._place_at(d).locked()),
+            key=lambda d: (self._comes_last(d), self._place_at(d).locked()),
         )
         gave: set[PeerId] = set()  # whose bytes are in the part; an earlier life's count as unknown
         if self._blobs.part_size(digest):
@@ -110,6 +124,14 @@ class Fetcher:
                 await asyncio.sleep(wait * self._rng.uniform(0.7, 1.3))
         raise TransportError(f"blob {short(digest)}: {why}", why.retry_after_s)
 
+    def _comes_last(self, donor: PeerId) -> bool:
+        return self._strikes.refused_for_s(donor) > 0 or self._avoided.get(donor, 0.0) > self._clock()
+
+    def _avoid(self, donor: PeerId) -> None:
+        if len(self._avoided) >= limits.peers_max:
+            self._avoided = {d: at for d, at in self._avoided.items() if at > self._clock()}
+        self._avoided[donor] = self._clock() + limits.donor_avoided_s
+
     def _place_at(self, donor: PeerId) -> asyncio.Semaphore:
         if len(self._places) > limits.peers_max:
             self._places = {d: p for d, p in self._places.items() if p.locked()}
@@ -124,9 +146,11 @@ class Fetcher:
             try:
                 await self._read(f"{url}/v1/blobs/{digest.hex()}", donor, digest, size_max, purpose, gave)
             except PeerError as error:
+                self._avoid(donor)
                 self._strikes.strike(donor, error.reason)
                 raise TransportError(f"peer {short(donor)}: {error}") from None
             except TooSlow as error:
+                self._avoid(donor)
                 self._strikes.strike(donor, "TOO_SLOW")
                 raise TransportError(f"peer {short(donor)}: {error}") from None
             except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
@@ -135,8 +159,10 @@ class Fetcher:
             if await asyncio.to_thread(self._blobs.finish_part, digest):
                 return True
             if gave == {donor}:
+                self._avoid(donor)
                 self._strikes.strike(donor, "WRONG_DIGEST")
             return False
+        self._avoid(donor)
         raise last
 
     async def _read(

@@ -48,6 +48,11 @@ class Outbox:
         """Return when nothing waits and nothing is on its way."""
         await self._empty.wait()
 
+    def clear(self) -> None:
+        """Drop what waits; what is on its way goes on."""
+        self._waiting.clear()
+        self._empty.set()
+
     def put(self, message: Message) -> None:
         if len(self._waiting) >= limits.send_queue_max:
             self._waiting.popleft()

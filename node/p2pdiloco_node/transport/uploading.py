@@ -45,9 +45,22 @@ class Uploader:
         self._traffic = traffic
         self._pace = pace
         self._slots = asyncio.Semaphore(limits.uploads_per_node_max)
+        self._under_way = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an upload is under way or waits for a slot."""
+        return self._under_way > 0
 
     async def upload(self, peer: PeerId, delta: Digest, size: int) -> None:
         """Raises: TransportError, with the pause that the peer asked for."""
+        self._under_way += 1
+        try:
+            await self._upload(peer, delta, size)
+        finally:
+            self._under_way -= 1
+
+    async def _upload(self, peer: PeerId, delta: Digest, size: int) -> None:
         path = self._blobs.path(delta)
         if path is None:
             raise TransportError(f"delta {short(delta)} is not here any more")

@@ -64,6 +64,29 @@ def test_a_chunk_with_nan_is_refused():
     assert error.value.reason == "NOT_FINITE"
 
 
+def test_a_large_models_chunks_grow_so_that_their_digests_fit_in_a_message():
+    assert chunk_sizes(2**31) == [4 * limits.MIB] * 2048
+    for params in (2**31 + 1, 6_478_000_000, limits.model_params_max):
+        sizes = chunk_sizes(params)
+        assert 1024 < len(sizes) <= limits.chunks_max
+        assert sum(sizes) == 4 * params
+        assert max(sizes) <= limits.chunk_bytes_max
+        assert 2 * 34 * len(sizes) < limits.message_bytes_max
+    assert limits.chunks_max <= limits.array_items_max
+
+
+def test_chunks_that_grew_come_back(monkeypatch):
+    monkeypatch.setattr(limits, "chunk_bytes", 64)
+    monkeypatch.setattr(limits, "chunks_max", 4)
+    array = numbers(5, 200)
+    chunks = chunks_of(array)
+    assert [len(chunk) for chunk in chunks] == chunk_sizes(200) == [256, 256, 256, 32]
+    again = np.zeros_like(array)
+    for place, chunk in enumerate(chunks):
+        put_chunk(again, place, chunk)
+    assert np.array_equal(again, array)
+
+
 def test_norms_neither_overflow_nor_lose_the_small():
     assert l2_norm(np.full(100, 1e30, np.float32)) == pytest.approx(1e31, rel=1e-6)
     assert l2_norm(np.full(100, 1e-40, np.float32)) == pytest.approx(1e-39, rel=1e-4)

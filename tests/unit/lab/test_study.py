@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.run_spec import outer_spec
+from p2pdiloco.run_spec import outer_defaults
 from p2pdiloco.sim.lab.experiment import Experiment, Outer
 from p2pdiloco_node.lab.study import Study, choose_arms, make_study, read_study
 
@@ -191,9 +191,10 @@ def test_topk_has_the_outer_loop_of_a_run_with_topk(tmp_path: Path) -> None:
     """
     plain, sparse, own = read_study(written(tmp_path, text)).arms
     assert (plain.outer.codec, plain.outer.mu, plain.outer.eta_alone) == ("int4", 0.5, 0.5)
-    wanted = outer_spec({"codec": "topk64"})
-    for key in ("mu", "eta_alone", "eta_eight", "error_feedback_beta"):
-        assert getattr(sparse.outer, key) == getattr(wanted, key)
+    wanted = outer_defaults("topk64")
+    assert wanted
+    for key, value in wanted.items():
+        assert getattr(sparse.outer, key) == value
     assert (own.outer.mu, own.outer.error_feedback_beta) == (0.3, 0.95)
 
 

@@ -58,6 +58,8 @@ def test_a_variable_of_the_other_command_is_known_and_ignored() -> None:
         ("threads = 0", {}, "threads = 0 is not possible"),
         ("threads = 'many'", {}, "threads = 'many' is not possible"),
         ("device = 'gpu'", {}, "device = 'gpu' is not possible: give auto, cpu, cuda or cuda:N"),
+        ("checkpointing = 'yes'", {}, "checkpointing = 'yes' is not possible: give auto, on or off"),
+        ("offload = 'all'", {}, "offload = 'all' is not possible: give auto, none, anchor or moments"),
         ("threads", {}, "is not valid TOML"),
         ("", {"P2PDILOCO_DATADIR": "x"}, "did you mean 'P2PDILOCO_DATA_DIR'?"),
         ("", {"P2PDILOCO_THREADS": "x"}, "P2PDILOCO_THREADS: threads = 'x' is not possible"),

@@ -9,9 +9,11 @@ import pytest
 
 from p2pdiloco.ids import NO_DIGEST, PeerId
 from p2pdiloco.run_spec import (
+    BYTES,
     BlobRef,
     CommitteeSpec,
     DataSpec,
+    EvaluationSet,
     Genesis,
     InnerSpec,
     ModelSpec,
@@ -48,8 +50,10 @@ SPEC = RunSpec(
     math_version=1,
     name="x",
     owner_key=bytes(32),
-    model=ModelSpec("llama", "llama:tiny", 256, 8, 8, 1, 1, 1, 128, True, (TensorSpec("w", (1000,)),)),
-    data=DataSpec("bytes", (BlobRef(bytes(32), 10, 10),), BlobRef(bytes(32), 10, 10)),
+    model=ModelSpec("llama", "llama:tiny", b"{}", 256, 128, (TensorSpec("w", (1000,)),)),
+    data=DataSpec(
+        BYTES, 1, (BlobRef(bytes(32), 10, 10),), (EvaluationSet("all", BlobRef(bytes(32), 10, 10), 10),)
+    ),
     inner=InnerSpec(10, 4.0, 8, 1e-3, 0.1, 0, 0, 0.9, 0.95, 0.1, 1.0),
     outer=OuterSpec(),
     committee=CommitteeSpec(genesis=Committee(WITNESS, ())),

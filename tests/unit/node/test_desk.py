@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,32 @@ from p2pdiloco_node.training.supervisor import TrainerDown
 DELTA, ROOT, ME = Digest(b"d" * 32), Digest(b"r" * 32), PeerId(b"m" * 32)
 HEADER = DeltaHeader(DELTA, 10, "int4", 0, 0, 7, 5, 0, 5, 1.0, bytes(64))
 PARAMS = 3
+
+
+class Data:
+    """The run's data, and what they are told."""
+
+    paths: Sequence[Path] = (Path("a"), Path("b"))
+    evaluation_paths: Sequence[Path] = (Path("e"),)
+    tokenizer_paths: Sequence[Path] = (Path("t"),)
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def at(self, cursor: int) -> None:
+        self.told.append(("at", cursor))
+
+    def passed(self, cursor: int) -> None:
+        self.told.append(("passed", cursor))
+
+    def missed(self, shards: Sequence[int]) -> None:
+        self.told.append(("missed", tuple(shards)))
+
+    def evaluation_failed(self) -> None:
+        self.told.append("evaluation failed")
+
+    def trainer_failed(self) -> None:
+        self.told.append("trainer failed")
 
 
 class Kit:
@@ -54,10 +80,11 @@ class Kit:
             telemetry,
             put=self.events.append,  # type: ignore[arg-type]
             on_evaluated=self.evaluations.append,
-            device="cpu",
-            micro_batch=0,
+            settings=frames.TrainerSettings(device="cpu"),
         )
         self.desk.attach(self)  # type: ignore[arg-type]
+        self.data = Data()
+        self.desk.follow(self.data)
 
     # DiskContributor
     def settle(self, delta: Digest, how: Settled) -> None:
@@ -171,7 +198,7 @@ async def test_the_log_knows_more_than_the_own_record(kit: Kit, tmp_path: Path) 
 
 
 async def test_the_learning_rate_ends_where_the_log_says(kit: Kit) -> None:
-    kit.desk.data_is_here([Path("a")], Path("e"))
+    kit.desk.may_train()
     assert (await kit.desk.begin()).target_tokens == 900
     kit.desk.adopt(AdoptState(1, 100, 5000, 0, False), soon(1))
     await kit.carry_out()
@@ -211,10 +238,18 @@ async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: K
     kit.desk.evaluate(4, ROOT, soon(4))
     await kit.carry_out()
     assert kit.desk.evaluating
-    await kit.desk.trainer_said(frames.Evaluated(3, 9.0, 10))
-    await kit.desk.trainer_said(frames.Evaluated(4, 2.0, 10))
-    assert kit.evaluations == [Evaluation(4, ROOT, 2.0, 10)]
+    await kit.desk.trainer_said(frames.Evaluated(3, (9.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
+    assert kit.evaluations == [Evaluation(ROOT, frames.Evaluated(4, (2.0,), (10,)))]
     assert not kit.desk.evaluating
+    assert kit.said == []
+
+
+async def test_an_evaluation_without_samples_counts_and_says_why(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,), why="the tokenizer is none."))
+    assert [e.found.losses for e in kit.evaluations] == [(2.0,)]
+    assert kit.said == ["Version 4 writes no samples here: the tokenizer is none."]
 
 
 async def test_missing_data_is_said_and_an_evaluation_that_failed_is_over(kit: Kit) -> None:
@@ -223,20 +258,31 @@ async def test_missing_data_is_said_and_an_evaluation_that_failed_is_over(kit: K
     assert not kit.desk.evaluating
     await kit.desk.trainer_said(frames.ShardsMissing((2, 5), "data shard 2 cannot be read."))
     await kit.desk.trainer_said(frames.ShardsMissing((), ""))
-    assert [
-        words in text for words, text in zip(("not evaluated", "shard 2, 5", "again"), kit.said, strict=True)
-    ] == [True] * 3
+    wanted = ("not evaluated", "shard 2, 5", "is here")
+    assert [words in text for words, text in zip(wanted, kit.said, strict=True)] == [True] * 3
+    assert kit.data.told == ["evaluation failed", ("missed", (2, 5)), ("missed", ())]
     assert kit.evaluations == []
 
 
+async def test_the_data_are_told_where_the_trainer_is(kit: Kit, tmp_path: Path) -> None:
+    """A pass counts for them when it is durable, and not when it is lost."""
+    await kit.desk.trainer_said(frames.Stepped(1, 4, 2.0, 10.0, 0.1, 0, 0.1, clock=0, cursor=8))
+    kit.overtaken = True
+    await kit.desk.trainer_said(passed(tmp_path))
+    kit.overtaken = False
+    await kit.desk.trainer_said(passed(tmp_path))
+    await kit.desk.trainer_said(TrainerDown("exit status 1", 2.0, braked=False))
+    assert kit.data.told == [("at", 8), ("passed", 5), "trainer failed"]
+
+
 async def test_when_the_run_is_over_only_its_last_version_is_still_evaluated(kit: Kit) -> None:
-    kit.desk.data_is_here((), Path())
+    kit.desk.may_train()
     kit.desk.evaluate(0, ROOT, soon(0))
     kit.desk.evaluate(4, ROOT, soon(4))
     kit.desk.run_ended(4)
     await kit.carry_out()
     assert kit.desk.evaluating
-    await kit.desk.trainer_said(frames.Evaluated(4, 2.0, 10))
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
     assert not kit.desk.evaluating
 
 
@@ -269,7 +315,8 @@ async def test_a_fresh_trainer_waits_for_the_data_and_starts_from_the_newest_sta
     kit.desk.adopt(AdoptState(5, 500, 1000, 0, False), soon(5))
     await kit.carry_out()
     assert not beginning.done()
-    kit.desk.data_is_here([Path("a")], Path("e"))
+    kit.desk.may_train()
     begun = await asyncio.wait_for(beginning, 5)
     assert (begun.version, begun.clock, begun.view.anchor[0]) == (5, 500, 5.0)
-    assert (begun.configure.shards, begun.configure.evaluation) == (("a",), "e")
+    assert begun.configure.shards == ("a", "b")
+    assert (begun.configure.evaluations, begun.configure.tokenizer) == (("e",), ("t",))

@@ -60,6 +60,12 @@ class World:
     def load_entries(self) -> list[Entry]:
         return []
 
+    def cut(self, index: int) -> None:  # journal, keeper and watcher alike
+        self._do(f"cut {index}")
+
+    def enter_epoch(self, epoch: int) -> None:
+        self._do(f"epoch {epoch}")
+
     def next_boot(self) -> int:
         return 1
 
@@ -315,6 +321,24 @@ async def test_the_state_lane_keeps_the_order_of_install_snapshot_and_adoption()
     await life
     lane = [what for what in world.done if what.split()[0] in ("install", "params", "snapshot")]
     assert lane[:3] == ["install 1", "params", "snapshot 1"]
+
+
+async def test_what_a_recovery_left_behind_is_dropped_before_anything_is_said() -> None:
+    world = World()
+    world.hold["install 5"] = threading.Event()
+    actions = [
+        do.InstallEntry(5, 5, None, b"", None), do.CutLog(3), do.EnterEpoch(1), do.SaveEntries(()),
+        do.Send(PEER, Goodbye("after")),
+    ]  # fmt: skip
+    life = asyncio.create_task(make(world, Script(actions, 0)).run())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert world.done == []
+    world.hold["install 5"].set()
+    await asyncio.wait_for(life, 5)
+    # Files of the state, then the log, then whoever shows it; then the epoch, and what is said in it.
+    order = [done for done in world.done if done != "installed 5"]
+    assert order == ["install 5", "cut 3", "cut 3", "cut 3", "epoch 1", "entries 0", "send after"]
 
 
 async def test_the_end_of_the_run_is_said_after_the_version_that_reached_it() -> None:

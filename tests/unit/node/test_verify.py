@@ -13,7 +13,16 @@ import pytest
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import digest_of
-from p2pdiloco.run_spec import BlobRef, DataSpec, Genesis, RunSpec, TensorSpec, sign_run_spec
+from p2pdiloco.run_spec import (
+    BYTES,
+    BlobRef,
+    DataSpec,
+    EvaluationSet,
+    Genesis,
+    RunSpec,
+    TensorSpec,
+    sign_run_spec,
+)
 from p2pdiloco.wire.signing import Ed25519Signer
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.storage import journal
@@ -35,7 +44,7 @@ def run(tmp_path: Path, fake_run: Any) -> tuple[Path, RunSpec]:
     spec: RunSpec = fake_run(
         model=model,
         owner_key=OWNER.public_key,
-        data=DataSpec("bytes", tuple(refs[:2]), refs[2]),
+        data=DataSpec(BYTES, 1, tuple(refs[:2]), (EvaluationSet("all", refs[2], refs[2].tokens),)),
         genesis=Genesis(*(tuple(digest_of(c) for c in part) for part in chunks)),
     ).spec
     folder = tmp_path / "tiny-run"

@@ -25,6 +25,7 @@ from p2pdiloco.protocol.proposals import Proposals
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.delta_layout import encoded_size
 from p2pdiloco.rules.outer_step import Candidate, plan_outer_step
+from p2pdiloco.rules.rescue import recovery_entry
 from p2pdiloco.rules.state import RulesState, after_outer_step, genesis_state, rules_digest
 from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.sim.tiny_run import tiny_run
@@ -162,6 +163,18 @@ def certify(
     return Entry(body, Certificate(log.committee_digest, term, last, acks))
 
 
+def recover(
+    log: RunLog, state: RulesState, base: int, committee: Committee, *, epoch: int = 1, term: int = 9,
+    owner: Ed25519Signer = OWNER, at: tuple[Digest, Digest] | None = None,
+) -> Entry:  # fmt: skip
+    """The owner's recovery behind entry `base` of `log`, whose rules state is `state`."""
+    return recovery_entry(
+        log.run, owner, epoch=epoch, base_index=base, base=log.head_at(base), state=state,
+        roots=at or roots(state.version), committee=committee, owner_sequence=state.owner_sequence + 1,
+        term=term,
+    )  # fmt: skip
+
+
 def aggregator_of(committee: Committee, term: int) -> Ed25519Signer:
     return SIGNERS[committee.aggregator_of(term)]
 
@@ -297,8 +310,12 @@ class Driven:
             actions += self.do(done)
         return actions
 
-    def hear(self, sender: Ed25519Signer, message: msg.Message, *, boot: int = 1) -> list[Action]:
-        return self.do(ev.MessageReceived(sender.peer_id, sender.public_key, boot, message))
+    def hear(
+        self, sender: Ed25519Signer, message: msg.Message, *, boot: int = 1, epoch: int | None = None
+    ) -> list[Action]:
+        """`epoch`: of the envelope; None: the node's own."""
+        epoch = self.node.epoch if epoch is None else epoch
+        return self.do(ev.MessageReceived(sender.peer_id, sender.public_key, boot, message, b"", epoch))
 
     def wait(self, seconds: float) -> list[Action]:
         self.now += seconds

@@ -8,9 +8,11 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError, TransportError
 from p2pdiloco.ids import PeerId, digest_of
 from p2pdiloco.protocol.tracker import AnnounceReply, Directory
+from p2pdiloco.sim.keys import FastSigner
+from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.envelope import Opened
-from p2pdiloco.wire.messages import Announce, EvalReport, Goodbye, NodeReport, PeerRecord
+from p2pdiloco.wire.messages import Announce, EvalReport, Goodbye, NodeReport, PeerRecord, SetLoss
 
 
 def peer_of(i: int) -> PeerId:
@@ -193,17 +195,24 @@ def test_an_evaluation_counts_only_for_the_certified_state():
     d = Directory(local=True)
     announce(d, 1, now=0)
     roots = {8: digest_of(b"root 8")}
-    good = EvalReport(8, roots[8], 2.5, 4096)
-    assert d.evaluation(opened(1, good), root_of=roots.get) == good
+    owner = FastSigner("owner")
+    spec = tiny_run(owner, owner.peer_id).spec
+    sets = (SetLoss(2.5, spec.data.evaluation.tokens),)
+    good = EvalReport(8, roots[8], sets)
+    assert d.evaluation(opened(1, good), spec, root_of=roots.get) == good
     for reason, bad in {
-        "WRONG_STATE": EvalReport(8, digest_of(b"other"), 2.5, 4096),
-        "TOO_EARLY": EvalReport(9, roots[8], 2.5, 4096),
-        "BAD_REPORT": EvalReport(8, roots[8], 2.5, 0),
+        "WRONG_STATE": EvalReport(8, digest_of(b"other"), sets),
+        "TOO_EARLY": EvalReport(9, roots[8], sets),
+        "0 of": EvalReport(8, roots[8], (SetLoss(2.5, 0),)),
+        "2 losses for 1": EvalReport(8, roots[8], sets * 2),
+        "a loss of 101": EvalReport(8, roots[8], (SetLoss(101.0, 5),)),
+        "held-out tokens": EvalReport(8, roots[8], (SetLoss(2.5, spec.data.evaluation.tokens + 1),)),
+        "1 samples for 0": EvalReport(8, roots[8], sets, ("text",)),
     }.items():
         with pytest.raises(PeerError, match=reason):
-            d.evaluation(opened(1, bad), root_of=roots.get)
+            d.evaluation(opened(1, bad), spec, root_of=roots.get)
     with pytest.raises(PeerError, match="UNKNOWN_PEER"):
-        d.evaluation(opened(2, good), root_of=roots.get)
+        d.evaluation(opened(2, good), spec, root_of=roots.get)
 
 
 def test_an_emptied_tracker_is_filled_again_by_announces():  # B1

@@ -10,7 +10,6 @@ from p2pdiloco.ids import NO_DIGEST, PeerId
 from p2pdiloco.protocol.actions import Action, AdoptState, AllowPasses, EvaluateState, SettleDelta
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.protocol.trainee import Trainee
-from p2pdiloco.rules.evaluation import evaluation_order
 from p2pdiloco.rules.state import after_owner, last_sequence
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import OwnerEntry
@@ -22,14 +21,14 @@ RUN = make_run(A, B, eval_every=4)
 
 
 def at(
-    version: int, adopted: int, *, who: Any = A, senders: Any = (A,), **restored: Any
+    version: int, adopted: int, *, who: Any = A, senders: Any = (A,), run: Any = RUN, **restored: Any
 ) -> tuple[Parts, Trainee]:
     """A node whose state is `version`, its trainer's work standing on `adopted`."""
-    chain = Chain(RUN)
+    chain = Chain(run)
     for v in range(version):
         chain.steps(1, senders[v % len(senders)])
     p = Parts(
-        RUN, who,
+        run, who,
         Restored(
             entries=tuple(chain.entries), state_index=version, rules=encode(chain.state) if version else b"",
             params_root=roots(version)[0], momentum_root=roots(version)[1], **restored,
@@ -118,23 +117,62 @@ def test_an_adoption_tells_where_the_run_ends_and_what_the_log_knows_of_this_nod
 # Evaluation
 
 
-def evaluators(version: int, senders: Any) -> list[Any]:
-    """Who of all nodes evaluates that version."""
-    chosen = []
-    for who in NODES[:4]:
-        p, t = at(version, version, who=who, senders=senders)
-        t.installed(p.log.content(version))
+def acting(
+    version: int, senders: Any, *, run: Any = RUN, finish: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Who of all nodes evaluates that version at once, and who does after two passes."""
+    at_once: list[Any] = []
+    later: list[Any] = []
+    for who in NODES[:6]:
+        p, t = at(version, version, who=who, senders=senders, run=run)
+        content = p.log.content(version)
+        if finish:
+            word = owner_word(run, "finish")
+            p.applied.rules = after_owner(p.applied.rules, word)
+            content = OwnerEntry(word, NO_DIGEST)
+        t.installed(content)
         orders = take(p.drain(), EvaluateState)
         assert all(o == EvaluateState(version, version, p.applied.root) for o in orders)
-        chosen += [who] * len(orders)
-    return chosen
+        at_once += [who] * len(orders)
+        p.ctx.now += 2 * run.spec.inner.pass_s - 0.1
+        assert take(adopt(p, t), EvaluateState) == []
+        p.ctx.now += 0.2
+        later += [who] * len(take(adopt(p, t), EvaluateState))
+        assert take(adopt(p, t), EvaluateState) == []
+    return at_once, later
 
 
-def test_exactly_one_contributor_evaluates_at_the_cadence_and_they_take_turns() -> None:
-    chosen = [evaluators(v, (A, B, C)) for v in (4, 8, 12)]
-    assert [len(c) for c in chosen] == [1, 1, 1]
-    assert len({c[0].peer_id for c in chosen}) == 3
-    assert evaluators(5, (A, B, C)) == []
+def test_the_training_voters_evaluate_at_the_cadence_and_the_next_one_stands_in() -> None:
+    assert acting(4, (A, B, C)) == ([A, B], [C])
+    assert acting(5, (A, B, C)) == ([], [])
+
+
+def test_of_more_voters_three_evaluate_by_turns() -> None:
+    run = make_run(*NODES[:5], witness=False, eval_every=4)
+    chosen = []
+    for version in (8, 12, 16, 20, 24):
+        at_once, later = acting(version, NODES[:5], run=run)
+        assert (len(at_once), len(later)) == (3, 1)
+        assert not {*at_once} & {*later}
+        chosen += at_once
+    assert {chosen.count(who) for who in NODES[:5]} == {3}
+
+
+def test_the_run_may_ask_for_fewer_evaluators() -> None:
+    run = make_run(*NODES[:5], witness=False, eval_every=4, evaluators_max=1)
+    assert [len(who) for who in acting(8, NODES[:5], run=run)] == [1, 1]
+
+
+def test_where_no_voter_trains_one_contributor_evaluates() -> None:
+    run = make_run(eval_every=4)
+    chosen = [acting(v, (A, B, C), run=run) for v in (4, 8, 12)]
+    assert [(len(at_once), len(later)) for at_once, later in chosen] == [(1, 1)] * 3
+    assert len({at_once[0].peer_id for at_once, _ in chosen}) == 3, "they take turns"
+
+
+def test_a_voter_that_trains_no_longer_is_not_waited_for() -> None:
+    run = make_run(A, B, eval_every=4)
+    assert acting(4, (B, C), run=run) == ([B], [C])
 
 
 def test_version_0_is_evaluated_by_the_lowest_name_and_by_somebody_always() -> None:
@@ -148,6 +186,7 @@ def test_version_0_is_evaluated_by_the_lowest_name_and_by_somebody_always() -> N
 
 
 def test_the_last_state_is_evaluated_once() -> None:
+    assert acting(5, (A, B, C), finish=True) == ([A, B], [C])
     p, t = at(5, 5)
     word = owner_word(RUN, "finish")
     p.applied.rules = after_owner(p.applied.rules, word)
@@ -156,29 +195,17 @@ def test_the_last_state_is_evaluated_once() -> None:
     assert [e.version for e in take(p.drain(), EvaluateState)] == [5]
 
 
-def test_a_stand_in_evaluates_the_last_state_after_two_passes() -> None:
-    """The chosen one may be gone; who stands in is the next in order, and nobody else."""
-    acted = []
-    for who in (A, B, C):
-        p, t = at(5, 5, who=who, senders=(A, B, C))
-        word = owner_word(RUN, "finish")
-        p.applied.rules = after_owner(p.applied.rules, word)
-        t.installed(OwnerEntry(word, NO_DIGEST))
-        at_once = take(p.drain(), EvaluateState)
-        p.ctx.now += 2 * RUN.spec.inner.pass_s - 0.1
-        assert take(adopt(p, t), EvaluateState) == []
-        p.ctx.now += 0.2
-        later = take(adopt(p, t), EvaluateState)
-        assert take(adopt(p, t), EvaluateState) == []
-        acted.append((len(at_once), len(later)))
-    assert sorted(acted) == [(0, 0), (0, 1), (1, 0)]
+def test_what_the_owner_says_of_an_evaluated_version_chooses_nobody_else() -> None:
+    """The page counts those whom the version chose first."""
+    p, t = at(4, 4, who=C, senders=(A, B, C))
+    t.installed(p.log.content(4))
+    p.applied.rules = msgspec.structs.replace(p.applied.rules, finished=True, committee=make_run(C).committee)
+    t.installed(OwnerEntry(owner_word(RUN, "finish"), NO_DIGEST))
+    assert take(p.drain(), EvaluateState) == []
 
 
 def test_of_a_version_that_is_gone_nobody_stands_in() -> None:
-    p, t = at(4, 4, who=B, senders=(A, B, C))
-    p.applied.rules = msgspec.structs.replace(p.applied.rules, finished=True)
-    second = next(w for w in (A, B, C) if w.peer_id == evaluation_order(p.applied.rules)[1])
-    p, t = at(4, 4, who=second, senders=(A, B, C))
+    p, t = at(4, 4, who=C, senders=(A, B, C))
     t.installed(p.log.content(4))
     p.ctx.now += 3 * RUN.spec.inner.pass_s
     p.applied.rules = msgspec.structs.replace(p.applied.rules, version=5)

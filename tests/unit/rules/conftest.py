@@ -13,9 +13,12 @@ from p2pdiloco.ids import NO_DIGEST, Digest, PeerId
 from p2pdiloco.rules.outer_step import Candidate, check_outer_step, plan_outer_step
 from p2pdiloco.rules.state import RulesState, after_outer_step, genesis_state, last_sequence
 from p2pdiloco.run_spec import (
+    BYTES,
+    FORMAT,
     BlobRef,
     CommitteeSpec,
     DataSpec,
+    EvaluationSet,
     Genesis,
     InnerSpec,
     ModelSpec,
@@ -46,15 +49,15 @@ def candidate(
 def _make_spec(*, outer: Mapping[str, Any] | None = None, **changes: Any) -> RunSpec:
     blob = BlobRef(NO_DIGEST, 1024, 1024)
     spec = RunSpec(
-        format=1,
+        format=FORMAT,
         math_version=1,
         name="numbers",
         owner_key=bytes(32),
         model=ModelSpec(
-            family="llama", preset="none", vocab_size=256, hidden_size=8, intermediate_size=8, layers=1,
-            heads=1, kv_heads=1, seq_len=1, tied=True, tensors=(TensorSpec("matrix", (64, 64)),),
+            family="llama", preset="none", config=b"{}", vocab_size=256, seq_len=1,
+            tensors=(TensorSpec("matrix", (64, 64)),),
         ),
-        data=DataSpec(tokenizer="bytes", shards=(blob,), evaluation=blob),
+        data=DataSpec(BYTES, 1, (blob,), (EvaluationSet("all", blob, 1024),)),
         inner=InnerSpec(
             inner_steps=INNER_STEPS, pass_s=10.0, sequences_per_step=1, lr=1e-3, lr_min_share=0.1,
             warmup_tokens=0, moments_warmup_steps=0, beta1=0.9, beta2=0.95, weight_decay=0.1, clip_norm=1.0,

@@ -49,8 +49,6 @@ def test_moments_warm_up() -> None:
 def test_a_preset_warms_up_within_its_run(name: str) -> None:
     inner = inner_spec(name, 10**9)
     assert 0 < inner.warmup_tokens < 10**9
-    assert PRESETS[name].hidden_size % PRESETS[name].heads == 0
-    assert PRESETS[name].heads % PRESETS[name].kv_heads == 0
 
 
 def move(steps: int, seconds: float, *, allowed: bool) -> Next:

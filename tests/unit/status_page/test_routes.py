@@ -320,7 +320,11 @@ async def test_a_live_page_gets_everything_once_and_then_what_changed(serve, fak
     async with client.get("/events") as answer:
         assert answer.content_type == "text/event-stream"
         first = await next_event(answer)
-        assert set(first["sections"]) == {"notice", "summary", "figures", "curves", "nodes", "swarm", "events", "health"}  # fmt: skip # noqa: E501
+        assert set(first["sections"]) == {
+            "notice", "summary", "figures", "curves", "evaluation", "nodes", "checkpoints", "swarm",
+            "events",
+            "health",
+        }  # fmt: skip
         assert (await next_event(answer))["sections"] == {}
         run.node(1, "\n\ndata: evil\n\n<script>")
         run.listed()

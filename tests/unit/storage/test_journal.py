@@ -180,6 +180,45 @@ def test_a_flipped_bit_never_gives_another_entry(tmp_path: Path) -> None:
         assert (tmp_path / "log.damaged").read_bytes() == damaged
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_entries_after_an_index_are_cut_off_for_good(tmp_path: Path, index: int) -> None:
+    journal, _ = opened(tmp_path)
+    journal.append_entries([entry(1), entry(2), entry(3)])
+    journal.cut(index)
+    journal.append_entries([entry(9)])
+    journal.close()
+    journal, found = opened(tmp_path)
+    journal.close()
+    assert found == [*[entry(n) for n in range(1, index + 1)], entry(9)]
+    assert not (tmp_path / "log.damaged").exists()
+
+
+def test_a_cut_at_every_crash_leaves_the_whole_log_or_the_shorter_one(
+    tmp_path: Path, crash_everywhere: Harness
+) -> None:
+    folder = tmp_path / "run"
+
+    def reset() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        journal, _ = opened(folder)
+        journal.append_entries([entry(n) for n in range(1, 6)])
+        journal.close()
+
+    def work(files: Files) -> None:
+        journal, _ = opened(folder, files)
+        journal.cut(2)
+        journal.append_entries([entry(7)])
+        journal.close()
+
+    def check() -> None:
+        journal, found = opened(folder)
+        journal.close()
+        first = [entry(1), entry(2)]
+        assert found in ([entry(n) for n in range(1, 6)], first, [*first, entry(7)])
+
+    crash_everywhere(work, check, reset)
+
+
 def test_one_damaged_copy_of_the_record_costs_nothing(tmp_path: Path) -> None:
     """Falling back to the record before the last would let this voter vote twice."""
     for name in ("record", "record.copy"):

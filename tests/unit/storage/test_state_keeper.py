@@ -111,6 +111,27 @@ def test_genesis_then_steps_then_a_restart(tmp_path: Path, history: list[Made]) 
     assert kept.clock == 32 * kept.index
 
 
+def test_states_and_snapshots_of_entries_that_were_cut_off_are_never_found(
+    tmp_path: Path, history: list[Made]
+) -> None:
+    keeper, blobs = opened(tmp_path)
+    for n, made in enumerate(history[:3], 1):
+        apply(keeper, blobs, made, n)
+        if n != 2:
+            keeper.take_snapshot(n, n)
+    keeper.cut(2)
+    assert [offer.index for offer in keeper.snapshots] == [1]
+    for _ in range(2):
+        again, _ = opened(tmp_path)
+        assert again.restored.index <= 2
+        assert [offer.index for offer in again.snapshots] == [1]
+    # The snapshot that is left is whole, and is what a node goes back to.
+    (offer,) = keeper.snapshots
+    keeper.install_snapshot(offer, 1)
+    assert (keeper.index, roots_of(GlobalState(keeper.params(), keeper.momentum()))) == (1, history[0].roots)
+    apply(keeper, blobs, history[1], 2)
+
+
 def test_other_entries_leave_the_arrays_alone(tmp_path: Path, history: list[Made]) -> None:
     keeper, blobs = opened(tmp_path)
     apply(keeper, blobs, history[0], 1)

@@ -6,11 +6,13 @@ import logging
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import RunId, digest_of
-from p2pdiloco.status.read_model import Credit, EvalPoint, EventLine, PeerName, VersionPoint
+from p2pdiloco.status.read_model import Credit, EvalPoint, EventLine, PeerName, Sample, Samples, VersionPoint
 from p2pdiloco_node.storage import tracker_db
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 
@@ -34,6 +36,11 @@ def credit(version: int, peer: bytes = b"p") -> Credit:
 
 def evaluation(version: int) -> EvalPoint:
     return EvalPoint(version=version, when_unix=1e9, loss=2.5, tokens=4096, by=WHO)
+
+
+def samples(version: int) -> Samples:
+    said = Sample(prompt="def", text=f"main {version}", agreeing=3)
+    return Samples(version=version, when_unix=1e9, samples=(said,), evaluators=3)
 
 
 def event(text: str) -> EventLine:
@@ -60,6 +67,7 @@ async def fill(path: Path, versions: range) -> None:
             versions=[point(v) for v in versions],
             contributions=[credit(v, p) for v in versions for p in (b"p", b"q")],
             evaluations=[evaluation(v) for v in versions],
+            samples=[samples(v) for v in versions],
             events=[event(f"event {v}") for v in versions],
         )
 
@@ -70,6 +78,7 @@ async def test_everything_is_back_after_a_restart_in_order(path: Path) -> None:
         kept = await db.load()
     assert kept.versions == tuple(point(v) for v in range(1, 6))
     assert kept.evaluations == tuple(evaluation(v) for v in range(1, 6))
+    assert kept.samples == tuple(samples(v) for v in range(1, 6))
     assert [e.text for e in kept.events] == [f"event {v}" for v in range(1, 6)]
     assert sorted(c.version for c in kept.contributions) == sorted([*range(1, 6)] * 2)
 
@@ -83,6 +92,31 @@ async def test_saving_a_version_again_makes_no_second_row(path: Path) -> None:
     assert len(kept.contributions) == 8
 
 
+async def test_a_file_of_the_build_before_is_taken_over(path: Path) -> None:
+    """Its evaluations say less, and it has no continuations."""
+    path.parent.mkdir()
+    db = sqlite3.connect(path)
+    db.executescript(
+        f"{tracker_db.MIGRATIONS[0]} PRAGMA application_id={tracker_db.APPLICATION_ID}; "
+        "PRAGMA user_version=1;"
+    )
+    old = {
+        "version": 4,
+        "when_unix": 1e9,
+        "loss": 2.5,
+        "tokens": 4096,
+        "by": {"name": "a", "fingerprint": "f"},
+    }
+    db.execute("INSERT INTO evaluations VALUES (4, ?)", (msgspec.msgpack.encode(old),))
+    db.commit()
+    db.close()
+    async with TrackerDb(path, RUN) as opened:
+        kept = await opened.load()
+        assert [(e.loss, e.losses, e.asked, e.reports) for e in kept.evaluations] == [(2.5, (), 1, ())]
+        await opened.save(samples=[samples(8)])
+        assert (await opened.load()).samples == (samples(8),)
+
+
 async def test_the_file_is_bounded(path: Path) -> None:
     async with TrackerDb(path, RUN, rows_max=10) as db:
         for v in range(1, 40):
@@ -90,10 +124,11 @@ async def test_the_file_is_bounded(path: Path) -> None:
                 versions=[point(v)],
                 contributions=[credit(v)],
                 evaluations=[evaluation(v)],
+                samples=[samples(v)],
                 events=[event(str(v))],
             )
         kept = await db.load()
-    assert [len(rows) for rows in kept] == [10, 10, 10, 10]
+    assert [len(rows) for rows in kept] == [10, 10, 10, limits.samples_kept, 10]
     assert kept.versions[-1].version == 39
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from p2pdiloco.ids import digest_of, tagged_digest
-from p2pdiloco.run_spec import BlobRef, DataSpec, RunSpec
+from p2pdiloco.run_spec import BYTES, BlobRef, DataSpec, EvaluationSet, RunSpec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.codec import encode
@@ -33,7 +33,7 @@ class TinyModelRun(NamedTuple):
             "spec": encode(spec),
             "peer": tagged_digest("test-peer"),
             "shards": tuple(map(str, self.shards)),
-            "evaluation": str(self.evaluation),
+            "evaluations": (str(self.evaluation),),
             "exchange": str(self.folder),
             "cursor": 0,
             "next_sequence": 1,
@@ -73,7 +73,7 @@ def tiny(tmp_path: Path, _layout: Any) -> TinyModelRun:
     spec = msgspec.structs.replace(
         tiny_run(owner, owner.peer_id).spec,
         model=model_spec("llama:tiny", layout),
-        data=DataSpec(tokenizer="bytes", shards=tuple(refs[:2]), evaluation=refs[2]),
+        data=DataSpec(BYTES, 1, tuple(refs[:2]), (EvaluationSet("all", refs[2], refs[2].tokens),)),
         inner=inner,
         target_tokens=10**6,
     )

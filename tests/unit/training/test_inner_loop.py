@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+from p2pdiloco import limits
 
 if TYPE_CHECKING:
     from p2pdiloco_node.training.inner_loop import InnerLoop
@@ -16,11 +18,11 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 
-def make(tiny: TinyModelRun, *, micro_batch: int = 0, **inner: object) -> InnerLoop:
+def make(tiny: TinyModelRun, *, micro_batch: int = 0, offload: Any = "none", **inner: object) -> InnerLoop:
     from p2pdiloco_node.training.inner_loop import InnerLoop
 
     spec = msgspec.structs.replace(tiny.spec, inner=msgspec.structs.replace(tiny.spec.inner, **inner))
-    loop = InnerLoop(spec, micro_batch=micro_batch)
+    loop = InnerLoop(spec, micro_batch=micro_batch, offload=offload)
     loop.start_from(tiny.params)
     return loop
 
@@ -179,6 +181,88 @@ def test_evaluating_other_params_leaves_training_alone(tiny: TinyModelRun) -> No
     assert loop.evaluate(third) / tokens == pytest.approx(make(tiny).step(third, 1e-3), rel=1e-5)
     loop.drop_evaluation()
     np.testing.assert_array_equal(theta(loop), theta(quiet))
+
+
+@pytest.mark.parametrize("offload", ["anchor", "moments"])
+def test_what_lies_in_host_memory_computes_the_same(tiny: TinyModelRun, offload: str) -> None:
+    """On a CPU both memories are one: what is tested is that nothing is lost on the way."""
+    plain, saving = make(tiny), make(tiny, offload=offload)
+    first, second, third = batches(tiny, 3)
+    for loop in (plain, saving):
+        loop.step(first, 1e-3)
+        loop.load_evaluation(tiny.params.copy())
+        loop.adopt(tiny.params * np.float32(1.01), reset=False)
+    assert plain.evaluate(second) == saving.evaluate(second)
+    assert plain.step(third, 1e-3) == saving.step(third, 1e-3)
+    np.testing.assert_array_equal(plain.cut_delta(), saving.cut_delta())
+    np.testing.assert_array_equal(theta(plain), theta(saving))
+    np.testing.assert_array_equal(plain.moments()[1], saving.moments()[1])
+
+
+def test_pieces_are_the_whole(tiny: TinyModelRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Params move in pieces that do not divide the model: adoption, pseudo-gradient, evaluation."""
+    whole, cut = make(tiny), make(tiny)
+    first, second = batches(tiny, 2)
+    deltas, losses = [], []
+    for loop, size in ((whole, len(tiny.params)), (cut, 1000)):
+        monkeypatch.setattr(limits, "handed_over_values", size)
+        loop.step(first, 1e-3)
+        loop.adopt(tiny.params * np.float32(1.01), reset=False)
+        loop.load_evaluation(tiny.params.copy())
+        losses.append(loop.evaluate(second))
+        deltas.append(loop.cut_delta())
+    assert losses[0] == losses[1]
+    np.testing.assert_array_equal(*deltas)
+    assert deltas[0].any()
+    np.testing.assert_array_equal(theta(whole), theta(cut))
+
+
+def test_where_compiling_fails_training_goes_on(tiny: TinyModelRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from p2pdiloco_node.training.inner_loop import InnerLoop
+
+    called = []
+
+    def broken(module: Any, **_: Any) -> Any:
+        def call(tokens: Any) -> Any:
+            called.append(tuple(tokens.shape))
+            raise RuntimeError("no C++ compiler\nmore")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    loop = InnerLoop(tiny.spec, micro_batch=2, compiled=True)
+    assert called == [(2, tiny.spec.model.seq_len + 1)]
+    assert loop.compile_failure == "torch.compile failed here, training goes on without it: no C++ compiler"
+    loop.start_from(tiny.params)
+    (batch,) = batches(tiny, 1)
+    assert loop.step(batch, 1e-3) == make(tiny, micro_batch=2).step(batch, 1e-3)
+    assert len(called) == 1
+
+
+def test_what_is_compiled_is_used(tiny: TinyModelRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from p2pdiloco_node.training.inner_loop import InnerLoop
+
+    called = []
+
+    def compiled(module: Any, **_: Any) -> Any:
+        def call(tokens: Any) -> Any:
+            called.append(len(tokens))
+            return module(tokens)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    loop = InnerLoop(tiny.spec, compiled=True)
+    assert loop.compile_failure == ""
+    loop.start_from(tiny.params)
+    (batch,) = batches(tiny, 1)
+    # Trying it out leaves no gradient behind.
+    assert loop.step(batch, 1e-3) == make(tiny).step(batch, 1e-3)
+    assert called == [tiny.spec.inner.sequences_per_step] * 2
 
 
 def test_a_device_that_is_not_there() -> None:

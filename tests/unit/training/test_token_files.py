@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from p2pdiloco.errors import OperatorError
@@ -56,5 +57,33 @@ def test_a_shard_that_is_not_what_was_signed_is_the_run_s_fault(
     ref = blobs.add(frame, tokens)
     with pytest.raises(OperatorError, match="tell the owner of the run") as caught:
         open_token_files([ref], blobs.read, tmp_path, Path.write_bytes)
+    assert caught.value.exit_code == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wide_tokens_are_opened_as_they_are(tmp_path: Path) -> None:
+    blobs = Blobs()
+    tokens = np.array([0, 300, 999], "<u2").tobytes()
+    ref = blobs.add(make_frame(tokens), 3)
+    (path,) = open_token_files([ref], blobs.read, tmp_path, Path.write_bytes, token_bytes=2, vocab_size=1000)
+    assert path.read_bytes() == tokens
+    open_token_files([ref], blobs.read, tmp_path, Path.write_bytes, token_bytes=2)
+    assert blobs.reads == 1
+
+
+def test_a_width_that_there_is_not_is_the_run_s_fault(tmp_path: Path) -> None:
+    """The RunSpec's own type lets it pass."""
+    blobs = Blobs()
+    ref = blobs.add(make_frame(bytes(6)), 2)
+    with pytest.raises(OperatorError, match="tokens have 3 bytes each instead of 1, 2 or 4") as caught:
+        open_token_files([ref], blobs.read, tmp_path, Path.write_bytes, token_bytes=3)
+    assert caught.value.exit_code == 5
+
+
+def test_a_token_outside_the_vocabulary_is_the_run_s_fault(tmp_path: Path) -> None:
+    blobs = Blobs()
+    ref = blobs.add(make_frame(np.array([0, 1000], "<u2").tobytes()), 2)
+    with pytest.raises(OperatorError, match="holds token 1000, and its tokenizer has 1000") as caught:
+        open_token_files([ref], blobs.read, tmp_path, Path.write_bytes, token_bytes=2, vocab_size=1000)
     assert caught.value.exit_code == 5
     assert list(tmp_path.iterdir()) == []

@@ -406,13 +406,20 @@ async def test_busy_donors_name_others(ends: Any) -> None:
     assert one.client.strikes.listed() == {}
 
 
-async def test_a_herd_gets_it_with_four_at_a_time(ends: Any) -> None:
-    """Scenario L2: ten joiners, one donor; nobody is served beyond the slots, everybody has it in the end."""
+@pytest.mark.parametrize(
+    ("purpose", "at_once"),
+    [(Purpose.SNAPSHOT, limits.uploads_per_node_max), (Purpose.SHARD, limits.shards_served_max)],
+)
+async def test_a_herd_gets_it_with_a_few_at_a_time(ends: Any, purpose: Purpose, at_once: int) -> None:
+    """Scenario L2: ten joiners, one donor; nobody is served beyond the slots, everybody has it in the end.
+
+    Data shards leave one slot to deltas, whatever crowd asks for them.
+    """
     one, *others = await ends(7)
-    one.blobs.put(NAME, DATA, Purpose.SHARD)
+    one.blobs.put(NAME, DATA, purpose)
     most = 0
     routes = one.server._blob_routes
-    send = routes._send
+    send = routes._files._send
 
     async def watched(*args: Any) -> None:
         nonlocal most
@@ -420,12 +427,52 @@ async def test_a_herd_gets_it_with_four_at_a_time(ends: Any) -> None:
         await asyncio.sleep(0.05)
         await send(*args)
 
-    routes._send = watched
+    routes._files._send = watched
     await asyncio.gather(
-        *(other.client.fetch(NAME, len(DATA), [one.peer], Purpose.SHARD) for other in others)
+        *(other.client.fetch(NAME, len(DATA), [one.peer], purpose) for other in others)
     )  # fmt: skip
     assert all(other.blobs.has(NAME) for other in others)
-    assert most == limits.uploads_per_node_max
+    assert most == at_once
+
+
+async def test_a_donor_that_does_not_answer_is_asked_behind_the_others(ends: Any) -> None:
+    """A dead peer costs one try, not one for each of a thousand shards; it may come back."""
+    one, two, three = await ends(3)
+    for end in (two, three):
+        end.blobs.put(NAME, DATA, Purpose.SHARD)
+    other = digest_of(b"other")
+    three.blobs.put(other, b"other", Purpose.SHARD)
+    await two.listener.__aexit__(None, None, None)
+    asked = []
+    read = one.client._fetcher._read
+
+    async def watched(url: str, donor: Any, *rest: Any) -> None:
+        asked.append(donor)
+        await read(url, donor, *rest)
+
+    one.client._fetcher._read = watched
+    await one.client.fetch(NAME, len(DATA), [two.peer, three.peer], Purpose.SHARD)
+    await one.client.fetch(other, 5, [two.peer, three.peer], Purpose.SHARD)
+    assert asked == [two.peer, three.peer, three.peer]
+
+
+async def test_deltas_on_their_way_are_known(ends: Any, until: Any) -> None:
+    """So that data shards can give way to them."""
+    one, two = await ends(2)
+    one.blobs.put(NAME, DATA)
+    two.server.allow(NAME, len(DATA), one.peer)
+    assert not one.client.deltas_on_the_way
+    upload = asyncio.create_task(one.client.upload(two.peer, NAME, len(DATA)))
+    await until(lambda: one.client.deltas_on_the_way)
+    await upload
+    assert not one.client.deltas_on_the_way
+    two.blobs.put(digest_of(b"shard"), b"shard", Purpose.SHARD)
+    with pytest.raises(TransportError):
+        await one.client.fetch(digest_of(b"nowhere"), 9, [two.peer])
+    shard = asyncio.create_task(one.client.fetch(digest_of(b"shard"), 9, [two.peer], Purpose.SHARD))
+    await asyncio.sleep(0)
+    assert not one.client.deltas_on_the_way
+    await shard
 
 
 async def test_two_fetches_of_one_blob_move_it_once(ends: Any) -> None:

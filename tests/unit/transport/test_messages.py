@@ -12,7 +12,7 @@ import pytest
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import PeerId, RunId
-from p2pdiloco.wire.envelope import Opened, seal
+from p2pdiloco.wire.envelope import PROTOCOL_VERSION, Opened, seal
 from p2pdiloco.wire.messages import Goodbye, Have, PeerRecord
 from p2pdiloco.wire.signing import Ed25519Signer
 
@@ -174,7 +174,7 @@ async def test_small_answers(ends: Any, http: aiohttp.ClientSession) -> None:
     async with http.get(f"{one.url}/v1/run") as answer:
         assert await answer.read() == b"spec"
     async with http.get(f"{one.url}/v1/version") as answer:
-        assert await answer.json() == {"protocol": 1, "build": "1", "run": RUN.hex()}
+        assert await answer.json() == {"protocol": PROTOCOL_VERSION, "build": "1", "run": RUN.hex()}
     async with http.get(f"{one.url}/v1/health") as answer:
         assert await answer.json() == {"state": "training"}
     async with http.get(f"{one.url}/v1/head") as answer:
@@ -260,6 +260,18 @@ async def test_what_is_for_anybody_is_signed_once_and_the_rest_for_its_receiver(
         first = await two.got.get()
         await one.client.send(three.peer, message)
         assert ((await three.got.get())[1] == first[1]) is same
+
+
+async def test_a_new_epoch_is_on_every_envelope_and_drops_what_waited(ends: Any) -> None:
+    one, two = await ends(2)
+    await one.client.send(two.signer.peer_id, Goodbye("sent"))
+    first, _, _ = await asyncio.wait_for(two.got.get(), 5)
+    assert first.epoch == 0
+    await one.client.send(two.signer.peer_id, Goodbye("waits"))
+    one.client.enter_epoch(3)
+    await one.client.send(two.signer.peer_id, Goodbye("said later"))
+    later, _, _ = await asyncio.wait_for(two.got.get(), 5)
+    assert (later.epoch, later.message) == (3, Goodbye("said later"))
 
 
 async def test_a_fault_of_ours_is_500_and_the_server_lives(

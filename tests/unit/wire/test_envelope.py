@@ -15,7 +15,15 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, digest_of
 from p2pdiloco.wire import envelope
 from p2pdiloco.wire.codec import decode, encode
-from p2pdiloco.wire.envelope import ANYBODY, Signed, kind_of, open_envelope, receiver_of, seal
+from p2pdiloco.wire.envelope import (
+    ANYBODY,
+    PROTOCOL_VERSION,
+    Signed,
+    kind_of,
+    open_envelope,
+    receiver_of,
+    seal,
+)
 from p2pdiloco.wire.log import (
     AckSignature,
     Body,
@@ -31,15 +39,21 @@ from p2pdiloco.wire.log import (
 )
 from p2pdiloco.wire.messages import (
     KINDS,
+    OF_AN_EPOCH,
     PASSED_ON,
     Ack,
     DeltaHeader,
     Entries,
+    EntriesWanted,
+    Goodbye,
     Head,
     LastAck,
     Message,
     NewerTerm,
+    PeerRecord,
     Proposal,
+    SnapshotOffer,
+    SnapshotWanted,
     Vote,
 )
 from p2pdiloco.wire.signing import (
@@ -147,10 +161,21 @@ def test_truncated_and_lengthened() -> None:
 
 def test_another_run_version_or_epoch() -> None:
     refused(sealed(NewerTerm(9), run=RunId(digest_of(b"another"))), "WRONG_RUN")
-    refused(resigned(sealed(NewerTerm(9)), version=2), "WRONG_VERSION")
-    refused(sealed(NewerTerm(9), epoch=1), "WRONG_EPOCH")
-    opened = open_envelope(sealed(NewerTerm(9), epoch=1), verify_ed25519, run=RUN, me=YOU, epoch=1)
-    assert opened.epoch == 1
+    refused(resigned(sealed(NewerTerm(9)), version=PROTOCOL_VERSION + 1), "WRONG_VERSION")
+
+
+def test_what_belongs_to_an_epoch_opens_in_no_other() -> None:
+    told = sealed(NewerTerm(9), epoch=1)
+    with pytest.raises(PeerError, match="WRONG_EPOCH"):
+        open_envelope(told, verify_ed25519, run=RUN, me=YOU, epoch=0)
+    for epoch in (1, None):  # None: the rules judge
+        assert open_envelope(told, verify_ed25519, run=RUN, me=YOU, epoch=epoch).epoch == 1
+
+
+def test_what_leads_to_an_epoch_opens_in_any() -> None:
+    wanted = sealed(EntriesWanted(4), epoch=2)
+    assert open_envelope(wanted, verify_ed25519, run=RUN, me=YOU, epoch=0).message == EntriesWanted(4)
+    assert not OF_AN_EPOCH & {Entries, EntriesWanted, SnapshotOffer, SnapshotWanted, PeerRecord, Goodbye}
 
 
 HEAD = Head(3, bytes(32), 4)
@@ -178,8 +203,10 @@ def test_only_what_is_meant_to_be_passed_on_is_for_anybody() -> None:
 
 
 def test_versions_are_told_with_the_way_out() -> None:
-    with pytest.raises(PeerError, match=r"protocol 2, this build speaks 1.*pip install --upgrade"):
-        open_envelope(resigned(sealed(NewerTerm(9)), version=2), verify_ed25519, run=RUN, me=YOU)
+    with pytest.raises(PeerError, match=r"protocol 4, this build speaks 3.*pip install --upgrade"):
+        open_envelope(
+            resigned(sealed(NewerTerm(9)), version=PROTOCOL_VERSION + 1), verify_ed25519, run=RUN, me=YOU
+        )
 
 
 def test_nobody_speaks_for_another() -> None:

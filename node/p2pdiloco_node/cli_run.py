@@ -1,0 +1,440 @@
+"""`p2pdiloco run ...`: make a run, look at one, speak as its owner. Flags in, one function called.
+
+Everything heavy is imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from p2pdiloco_node.cli_types import ConfigFile, Globs, Whole
+
+if TYPE_CHECKING:
+    from p2pdiloco_node.owner.command import Reach
+
+OwnerKey = Annotated[Path | None, Parameter(name="--owner-key")]
+Peers = Annotated[list[str] | None, Parameter(name="--peers", negative_iterable=())]
+Sets = Annotated[list[str] | None, Parameter(name="--set", negative_iterable=())]
+On = Annotated[bool, Parameter(negative_bool=())]
+
+WAIT_S = 120.0
+
+
+def add_to(app: App) -> None:
+    """Make these commands of `p2pdiloco run`."""
+    for command in (new, inspect, pause, resume, extend, finish, revoke, recover, fork):
+        app.command(command)
+
+
+def new(
+    *,
+    out: Path,
+    name: str | None = None,
+    model: str | None = None,
+    tokens: str | None = None,
+    data: Globs = None,
+    text_key: str | None = None,
+    tokenizer: str | None = None,
+    eval_per_source: On | None = None,
+    seed: Whole | None = None,
+    jobs: Whole = 0,
+    admission: Literal["open", "local"] | None = None,
+    outer_steps: Whole | None = None,
+    inner_steps: Whole | None = None,
+    pass_s: float | None = None,
+    seq_len: Whole | None = None,
+    batch: Whole | None = None,
+    lr: float | None = None,
+    codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
+    committee: Literal[1, 3, 5, 7] | None = None,
+    eval_every: Whole | None = None,
+    prompt: Annotated[list[str] | None, Parameter(negative_iterable=())] = None,
+    set_: Sets = None,
+    config: ConfigFile = None,
+    owner_key: OwnerKey = None,
+    up_mbit: float = 20.0,
+    down_mbit: float = 100.0,
+    memory_gb: float | None = None,
+) -> int:
+    """Make a run in a new folder, ready to be served by `p2pdiloco tracker --run DIR`.
+
+    Parameters
+    ----------
+    out:
+        The new folder (DIR).
+    name:
+        The run's name, up to 32 characters.
+    model:
+        A preset such as llama:20m or mixtral:tiny (docs/models.md), a config.json, or a folder with a
+        checkpoint to start from.
+    tokens:
+        The run is over after so many tokens: a number, with K, M, G or T. Left out: 20M.
+    data:
+        What to train on: files, globs, folders or hf:NAME (docs/data.md); may be given several times. Left
+        out: Python's standard library.
+    text_key:
+        Where the text is in JSON lines and tables. Left out: text.
+    tokenizer:
+        bytes, bpe:N (trained here, N tokens), or a tokenizer.json. Left out: that of the model's folder, else
+        bytes.
+    eval_per_source:
+        Hold out an evaluation set of each --data as well.
+    seed:
+        Of the data's order and of the model's initial params. Left out: 1.
+    jobs:
+        Processes that prepare the data; 0: one a core.
+    admission:
+        Who may take part: open, or local (this machine or network; every node is trusted). Left out: open.
+    outer_steps:
+        End after so many versions, whatever the tokens; 0, or left out: by tokens alone.
+    inner_steps:
+        Inner steps of a pass (H).
+    pass_s:
+        Seconds from the first adoption in a pass to its end, if H steps are not taken before.
+    seq_len:
+        Tokens of a training sequence.
+    batch:
+        Sequences of one inner step of one node.
+    lr:
+        Highest learning rate of the inner loop.
+    codec:
+        How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
+    committee:
+        Most seats that the committee may have.
+    eval_every:
+        Versions from one evaluation to the next. Left out: 8.
+    prompt:
+        Of samples that evaluators write, for people to read; may be given up to four times.
+    set_:
+        TABLE.KEY=VALUE, such as inner.weight_decay=0.05; may be given several times.
+    config:
+        TOML file with all that nodes agree on (run.example.toml); flags go before it.
+    owner_key:
+        Your key, made if there is none. Left out: owner.key in your configuration folder.
+    up_mbit:
+        Upload that a node is expected to have, in Mbit/s: a pass shorter than its transfer is refused.
+    down_mbit:
+        Download that a node is expected to have, in Mbit/s.
+    memory_gb:
+        GPU memory that a node is expected to have, in GiB: a model that does not fit is refused.
+    """
+    from p2pdiloco_node.run_checks import Declared
+    from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
+    from p2pdiloco_node.run_made import print_made
+
+    parts = read_run_file(config)
+    set_values(parts, set_ or [])
+    flags: dict[str, dict[str, object]] = {
+        "run": {
+            "name": name, "tokens": parse_tokens(tokens) if tokens else None, "outer_steps": outer_steps,
+            "admission": admission, "eval_every": eval_every,
+        },
+        "model": {"model": model, "seq_len": seq_len, "seed": seed},
+        "data": {
+            "data": data, "text_key": text_key, "tokenizer": tokenizer, "eval_per_source": eval_per_source,
+        },
+        "inner": {"inner_steps": inner_steps, "pass_s": pass_s, "sequences_per_step": batch, "lr": lr},
+        "outer": {"codec": codec},
+        "committee": {"size_max": committee},
+        "samples": {"prompts": tuple(prompt) if prompt else None},
+    }  # fmt: skip
+    for table, values in flags.items():
+        parts[table] |= {key: value for key, value in values.items() if value is not None}
+    return print_made(parts, out, jobs, owner_key, Declared(up_mbit, down_mbit, memory_gb))
+
+
+def inspect(
+    run: str,
+    /,
+    *,
+    up_mbit: float = 20.0,
+    down_mbit: float = 100.0,
+    memory_gb: float | None = None,
+    peers: Peers = None,
+    json: On = False,
+) -> int:
+    """What a run fixes, in words with units, how far it is, and what a node needs for it.
+
+    Parameters
+    ----------
+    run:
+        A run's folder (DIR), its spec.bin, or its link (http://HOST:PORT/#RUNID).
+    up_mbit:
+        Upload of a node, in Mbit/s.
+    down_mbit:
+        Download of a node, in Mbit/s.
+    memory_gb:
+        GPU memory of a node, in GiB: print what lies where.
+    peers:
+        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
+    json:
+        Print it for programs.
+    """
+    from p2pdiloco_node.owner.command import Reach, print_inspected
+    from p2pdiloco_node.run_checks import Declared
+
+    reach = Reach(run, peers=tuple(peers) if peers is not None else None)
+    return print_inspected(reach, Declared(up_mbit, down_mbit, memory_gb), as_json=json)
+
+
+def pause(
+    run: str, /, *, owner_key: OwnerKey = None, peers: Peers = None, wait_s: float = WAIT_S, json: On = False
+) -> int:
+    """Nobody trains until you resume; nodes go on serving and voting.
+
+    Parameters
+    ----------
+    run:
+        The run's link, or its folder (DIR) where its tracker runs on this machine.
+    owner_key:
+        Your key. Left out: owner.key in your configuration folder.
+    peers:
+        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
+    wait_s:
+        Seconds to wait until the committee has put the word into the log.
+    json:
+        Print the result for programs.
+    """
+    return _say("pause", run, owner_key, peers, wait_s, as_json=json)
+
+
+def resume(
+    run: str, /, *, owner_key: OwnerKey = None, peers: Peers = None, wait_s: float = WAIT_S, json: On = False
+) -> int:
+    """Nodes train again.
+
+    Parameters
+    ----------
+    run:
+        The run's link, or its folder (DIR) where its tracker runs on this machine.
+    owner_key:
+        Your key. Left out: owner.key in your configuration folder.
+    peers:
+        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
+    wait_s:
+        Seconds to wait until the committee has put the word into the log.
+    json:
+        Print the result for programs.
+    """
+    return _say("resume", run, owner_key, peers, wait_s, as_json=json)
+
+
+def extend(
+    run: str,
+    /,
+    *,
+    tokens: str,
+    owner_key: OwnerKey = None,
+    peers: Peers = None,
+    wait_s: float = WAIT_S,
+    json: On = False,
+) -> int:
+    """Move the target: the run is over after so many tokens, and the learning rate ends there.
+
+    Parameters
+    ----------
+    run:
+        The run's link, or its folder (DIR) where its tracker runs on this machine.
+    tokens:
+        The new target in all: a number, with K, M, G or T.
+    owner_key:
+        Your key. Left out: owner.key in your configuration folder.
+    peers:
+        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
+    wait_s:
+        Seconds to wait until the committee has put the word into the log.
+    json:
+        Print the result for programs.
+    """
+    from p2pdiloco_node.owner.command import print_word
+    from p2pdiloco_node.owner.words import Wanted
+    from p2pdiloco_node.run_file import parse_tokens
+
+    wanted = Wanted("extend", target_tokens=parse_tokens(tokens))
+    return print_word(_reach(run, owner_key, peers, wait_s), wanted, as_json=json)
+
+
+def finish(
+    run: str,
+    /,
+    *,
+    owner_key: OwnerKey = None,
+    peers: Peers = None,
+    wait_s: float = WAIT_S,
+    yes: On = False,
+    json: On = False,
+) -> int:
+    """End the run now: nodes keep the model. This cannot be taken back.
+
+    Parameters
+    ----------
+    run:
+        The run's link, or its folder (DIR) where its tracker runs on this machine.
+    owner_key:
+        Your key. Left out: owner.key in your configuration folder.
+    peers:
+        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
+    wait_s:
+        Seconds to wait until the committee has put the word into the log.
+    yes:
+        Do not ask.
+    json:
+        Print the result for programs.
+    """
+    return _say("finish", run, owner_key, peers, wait_s, as_json=json, yes=yes)
+
+
+def revoke(
+    run: str,
+    peer: str,
+    /,
+    *,
+    owner_key: OwnerKey = None,
+    peers: Peers = None,
+    wait_s: float = WAIT_S,
+    json: On = False,
+) -> int:
+    """Refuse a node's deltas from now on, and take its seat. This cannot be taken back.
+
+    Parameters
+    ----------
+    run:
+        The run's link, or its folder (DIR) where its tracker runs on this machine.
+    peer:
+        Its PeerId, the beginning of it, or its name as the page shows it.
+    owner_key:
+        Your key. Left out: owner.key in your configuration folder.
+    peers:
+        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
+    wait_s:
+        Seconds to wait until the committee has put the word into the log.
+    json:
+        Print the result for programs.
+    """
+    from p2pdiloco_node.owner.command import print_word
+    from p2pdiloco_node.owner.words import Wanted
+
+    return print_word(_reach(run, owner_key, peers, wait_s), Wanted("revoke", peer=peer), as_json=json)
+
+
+def recover(
+    run: str,
+    /,
+    *,
+    seats: Annotated[list[str] | None, Parameter(negative_iterable=())] = None,
+    force: On = False,
+    owner_key: OwnerKey = None,
+    peers: Peers = None,
+    wait_s: float = WAIT_S,
+    yes: On = False,
+    json: On = False,
+) -> int:
+    """Rescue a run whose committee lost its majority: those who are there go on without the others.
+
+    Parameters
+    ----------
+    run:
+        The run's link, or its folder (DIR) where its tracker runs on this machine.
+    seats:
+        Who shall have a seat, as in revoke; may be given several times. Left out: the witness and those who
+        had one or trained lately.
+    force:
+        Although a majority of the committee is there.
+    owner_key:
+        Your key. Left out: owner.key in your configuration folder.
+    peers:
+        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
+    wait_s:
+        Seconds to wait until a majority of the new committee follows.
+    yes:
+        Do not ask.
+    json:
+        Print the result for programs.
+    """
+    from p2pdiloco_node.owner.command import print_recovered
+
+    reach = _reach(run, owner_key, peers, wait_s)
+    return print_recovered(reach, seats or (), force=force, yes=yes, as_json=json)
+
+
+def fork(
+    run: str,
+    /,
+    *,
+    out: Path,
+    version: str = "newest",
+    name: str | None = None,
+    tokens: str | None = None,
+    data: Globs = None,
+    set_: Sets = None,
+    config: ConfigFile = None,
+    owner_key: OwnerKey = None,
+    up_mbit: float = 20.0,
+    down_mbit: float = 100.0,
+    memory_gb: float | None = None,
+    json: On = False,
+) -> int:
+    """A new run from a certified version of another one, with other figures or other text.
+
+    Parameters
+    ----------
+    run:
+        The parent: its link, or a folder that keeps it.
+    out:
+        The new folder (DIR).
+    version:
+        Of the parent: newest, or a number.
+    name:
+        The new run's name. Left out: the parent's.
+    tokens:
+        The new run is over after so many tokens of its own: a number, with K, M, G or T.
+    data:
+        Train on other text, as in run new. Left out: the parent's.
+    set_:
+        TABLE.KEY=VALUE, such as inner.lr=1e-4; may be given several times.
+    config:
+        TOML file with what differs (run.example.toml).
+    owner_key:
+        Your key for the new run, made if there is none. Left out: owner.key in your configuration folder.
+    up_mbit:
+        Upload that a node is expected to have, in Mbit/s.
+    down_mbit:
+        Download that a node is expected to have, in Mbit/s.
+    memory_gb:
+        GPU memory that a node is expected to have, in GiB.
+    json:
+        Print the result for programs.
+    """
+    from p2pdiloco_node.owner.command import Reach, print_forked
+    from p2pdiloco_node.run_checks import Declared
+    from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
+
+    parts = read_run_file(config)
+    set_values(parts, set_ or [])
+    flags: dict[str, dict[str, object]] = {
+        "run": {"name": name, "tokens": parse_tokens(tokens) if tokens else None},
+        "data": {"data": data},
+    }
+    for table, values in flags.items():
+        parts[table] |= {key: value for key, value in values.items() if value is not None}
+    declared = Declared(up_mbit, down_mbit, memory_gb)
+    return print_forked(Reach(run, owner_key), version, out, parts, declared, as_json=json)
+
+
+def _reach(run: str, owner_key: Path | None, peers: list[str] | None, wait_s: float) -> Reach:
+    from p2pdiloco_node.owner.command import Reach
+
+    return Reach(run, owner_key, tuple(peers) if peers is not None else None, wait_s)
+
+
+def _say(
+    kind: str, run: str, owner_key: Path | None, peers: list[str] | None, wait_s: float, *, as_json: bool,
+    yes: bool = True,
+) -> int:  # fmt: skip
+    from p2pdiloco_node.owner.command import print_word
+    from p2pdiloco_node.owner.words import Wanted
+
+    return print_word(_reach(run, owner_key, peers, wait_s), Wanted(kind), as_json=as_json, yes=yes)

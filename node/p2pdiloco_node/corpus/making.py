@@ -1,0 +1,280 @@
+"""From `--data` to a DataSpec and its blobs: plan, read, hold out, train a tokenizer, tokenise, pack.
+
+Each step looks at the work folder (work.py) for what is there already, does the rest on several processes,
+and leaves a file that says that it is done. The same input, tokenizer and seed give the same shards, whatever
+the number of processes and however often it was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import DataSpec
+from p2pdiloco_node.corpus import packing, reading, tokenising
+from p2pdiloco_node.corpus.documents import Index
+from p2pdiloco_node.corpus.held_out import Split, choose_held_out
+from p2pdiloco_node.corpus.planning import (
+    check_disk,
+    check_enough,
+    check_same,
+    check_size,
+    make_plan,
+    source_names,
+)
+from p2pdiloco_node.corpus.processes import Processes
+from p2pdiloco_node.corpus.progress import BYTES as IN_BYTES
+from p2pdiloco_node.corpus.progress import Told, amount
+from p2pdiloco_node.corpus.readers import END, Broken, describe
+from p2pdiloco_node.corpus.segments import Counted
+from p2pdiloco_node.corpus.sources import HUB
+from p2pdiloco_node.corpus.token_input import shard_tokens
+from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokenizer, parse_choice
+from p2pdiloco_node.corpus.work import FOLDER, Plan, Taken, Tokenised, Work
+from p2pdiloco_node.storage.files import make_folder
+
+BLOBS = "blobs"
+INLINE_BYTES = 8 << 20  # a smaller corpus is made before processes have started
+OWNER_MENDS = (2, 3)  # exit codes of what lies in the command or the files
+
+
+class Request(NamedTuple):
+    """What is to be made. `data`: None is this interpreter's standard library."""
+
+    data: Sequence[str] | None
+    text_key: str = "text"
+    tokenizer: str = BYTES
+    eval_per_source: bool = False
+    seed: int = 0
+    jobs: int = 0  # processes; 0: one a core
+    seq_len: int = 1  # tokens of a sequence: what is made holds one on each side at least
+
+
+def make_data(request: Request, out: Path, told: Told, stop: threading.Event | None = None) -> DataSpec:
+    """Shards, evaluation sets and tokenizer as blobs in `out`/blobs. Blocking; for a thread.
+
+    The work folder stays, so that the same call gives the same answer at once; `forget_work` removes it.
+
+    Raises:
+        OperatorError: the corpus cannot be used as asked: nothing is left then. The disk, the network, a
+            process that was killed: what is done is kept.
+        Stopped: `stop` was set; what is done is kept.
+    """
+    stop = stop or threading.Event()
+    jobs = request.jobs or len(os.sched_getaffinity(0))
+    if not 0 < jobs <= limits.making_jobs_max:
+        raise OperatorError(f"--jobs is 0 to {limits.making_jobs_max}.", exit_code=2)
+    work = Work(out / FOLDER)
+    plan, tokenizer = make_plan(request, parse_choice(request.tokenizer))
+    check_enough(plan, request.seq_len)
+    old = work.plan()
+    if old is not None:
+        check_same(old, plan, out)
+    elif not work.root.exists():
+        check_disk(plan, out, told)
+    for forget in (reading.forget, tokenising.forget, packing.forget):
+        forget()
+    new = [path for path in (out, out / BLOBS) if not path.exists()]
+    with Taken(work):
+        make_folder(work.files, out / BLOBS)
+        if old is None:
+            if tokenizer:
+                work.write(work.tokenizer, [tokenizer])
+            work.keep(plan)
+        inline = jobs == 1 or plan.text_bytes < INLINE_BYTES
+        try:
+            with Processes(0 if inline else jobs, stop) as processes:
+                return _Making(work, plan, out / BLOBS, processes, told).make(request.seq_len)
+        except OperatorError as error:
+            if error.exit_code in OWNER_MENDS:
+                _remove(work, new)
+            raise
+
+
+def forget_work(out: Path) -> None:
+    """Remove the work folder: the run is signed. What cannot be removed stays."""
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
+
+
+def _remove(work: Work, new: Sequence[Path]) -> None:
+    shutil.rmtree(work.root, ignore_errors=True)
+    for folder in new:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Making:
+    """One making, step after step."""
+
+    def __init__(self, work: Work, plan: Plan, blobs: Path, processes: Processes, told: Told) -> None:
+        self._work, self._plan, self._blobs = work, plan, blobs
+        self._processes, self._told = processes, told
+        self._root = str(work.root)
+
+    def make(self, seq_len: int) -> DataSpec:
+        """Raises: as `make_data`."""
+        data = self._data()
+        check_size(data, seq_len)
+        return data
+
+    def _data(self) -> DataSpec:
+        work = self._work
+        data = work.data()
+        if data is not None and all((self._blobs / blob.digest.hex()).is_file() for blob in data.blobs):
+            return data
+        split = work.split() or self._hold_out()
+        tokenised = work.tokenised() or self._tokenise(split)
+        return self._pack(split, tokenised)
+
+    def _read(self) -> None:
+        """Everything into segments."""
+        plan, work = self._plan, self._work
+        portions = plan.portions()
+        sizes = [plan.portion_bytes(portion) for portion in portions]
+        open_ended = {n for n, portion in enumerate(portions) if any(part.stop == END for part in portion)}
+        # How much a dataset of a hub has, nobody knows.
+        total = 0 if any(entry.kind == HUB for entry in plan.inputs) else sum(sizes)
+        done = 0
+        counted = [Counted()] * len(portions)
+        finished: set[int] = set()
+
+        def look() -> None:
+            # Of a portion that is long on its way one sees its segments.
+            so_far = done
+            for number in open_ended - finished:
+                so_far += limits.portion_bytes * len(list(work.segments.glob(f"{number:06}-*.seg")))
+            self._told.progress("Reading", min(so_far, total or so_far), total, IN_BYTES)
+
+        look()
+        tasks = [(self._root, number) for number in range(len(portions))]
+        for number, found in self._processes.each(reading.read_portion, tasks, look):
+            counted[number] = found
+            finished.add(number)
+            done += sizes[number] if total else found.size
+            look()
+        whole = Counted()
+        for found in counted:
+            whole = whole.plus(found)
+        self._say_read(whole)
+
+    def _say_read(self, counted: Counted) -> None:
+        """Raises: OperatorError: too much is broken, or there is too much of it."""
+        documents = counted.documents + counted.empty + counted.broken
+        text = f"Read {counted.documents:,} documents, {amount(counted.size)} of text"
+        text += f"; {counted.empty:,} were empty" if counted.empty else ""
+        if counted.first_broken is not None:
+            fault = counted.first_broken
+            first = describe(self._plan.inputs[fault.number], Broken(fault.at, fault.why))
+            most = max(limits.broken_documents_spared, int(documents * limits.broken_documents_share_max))
+            if counted.broken > most:
+                raise OperatorError(
+                    f"{counted.broken:,} of {documents:,} documents are broken ({first}), more than "
+                    f"{most:,}: are these files what their names say? Mend them, or leave them out with "
+                    "--data."
+                )
+            text += f"; {counted.broken:,} were broken and are passed over ({first})"
+        if counted.size > limits.corpus_bytes_max:
+            raise OperatorError(
+                f"the corpus has more than {limits.corpus_bytes_max >> 30} GiB of text; name fewer "
+                "files with --data."
+            )
+        self._told.say(text + ".")
+
+    def _hold_out(self) -> Split:
+        self._read()
+        command = self._plan.command
+        evaluation = limits.evaluation_tokens_max * (1 if command.tokenizer == BYTES else BYTES_PER_TOKEN)
+        names = source_names(command.data) if command.eval_per_source else {}
+        split = choose_held_out(self._indices(), sources=names, evaluation_bytes=evaluation)
+        self._work.keep(split)
+        held = f"{len(split.held):,} documents or ends of one are held out for evaluation"
+        self._told.say(
+            f"{split.documents:,} documents, {amount(split.size)} of text, without {split.copies:,} "
+            f"copies; {held}."
+        )
+        return split
+
+    def _indices(self) -> Iterator[Index]:
+        segments = tokenising.segments_of(self._root)
+        buckets = self._plan.buckets
+        for bucket in range(buckets):
+            self._processes.check()
+            self._told.progress("Looking for copies", bucket, buckets, "buckets")
+            yield tokenising.records_of(segments, bucket)
+
+    def _tokenise(self, split: Split) -> Tokenised:
+        work, command = self._work, self._plan.command
+        if command.tokenizer.startswith(BPE + ":") and not work.tokenizer.exists():
+            sample = min(split.size, limits.tokenizer_sample_bytes_max)
+            self._told.progress(f"Training the tokenizer on {amount(sample)} of text", 0.0)
+            size = int(command.tokenizer.partition(":")[2])
+            for _ in self._processes.each(tokenising.train, [(self._root, size)]):
+                pass
+        tokenizer = self._tokenizer()
+        if command.tokenizer != BYTES:
+            self._told.say(f"The tokenizer has {tokenizer.vocabulary.size:,} tokens.")
+        counts = [0] * self._plan.buckets
+        done, total = 0, sum(split.buckets)
+        todo = []
+        for bucket in range(len(counts)):
+            path = work.tokens_of(bucket)
+            if path.exists():
+                counts[bucket] = path.stat().st_size // tokenizer.vocabulary.token_bytes
+                done += split.buckets[bucket]
+            else:
+                todo.append((self._root, bucket))
+        self._told.progress("Tokenising", done, total, IN_BYTES)
+        for bucket, tokens in self._processes.each(tokenising.tokenise_bucket, todo):
+            counts[bucket] = tokens
+            done += split.buckets[bucket]
+            self._told.progress("Tokenising", done, total, IN_BYTES)
+        tokenised = Tokenised(tokenizer.vocabulary, tuple(counts))
+        work.keep(tokenised)
+        return tokenised
+
+    def _pack(self, split: Split, tokenised: Tokenised) -> DataSpec:
+        work, blobs = self._work, self._blobs
+        # Everything in them is tokens now.
+        shutil.rmtree(work.segments, ignore_errors=True)
+        if not tokenised.tokens:
+            raise OperatorError(
+                "the corpus is too small: nothing is left to train on; name more with --data."
+            )
+        width = tokenised.vocabulary.token_bytes
+        size = shard_tokens(tokenised.tokens, width)
+        shards = -(-tokenised.tokens // size)
+        refs = work.shards(blobs)
+        missing = [number for number in range(shards) if number not in refs]
+        self._told.progress("Writing shards", len(refs), shards, "shards")
+        tasks = [(self._root, str(blobs), number) for number in missing]
+        gone = 0
+        for number, ref in self._processes.each(packing.pack_shard, tasks):
+            work.shard_is_made(number, ref)
+            refs[number] = ref
+            missing.remove(number)
+            # A large corpus needs the room.
+            behind = packing.buckets_behind(tokenised.counts, missing[:1], size)
+            for bucket in range(gone, behind):
+                work.tokens_of(bucket).unlink(missing_ok=True)
+            gone = behind
+            self._told.progress("Writing shards", len(refs), shards, "shards")
+        tokenizer = self._tokenizer()
+        sets = packing.evaluation_sets(work, blobs, split, self._plan.buckets, width)
+        spec = packing.tokenizer_spec(work, blobs, self._plan.command.tokenizer, tokenizer)
+        data = DataSpec(spec, width, tuple(refs[number] for number in range(shards)), sets)
+        work.keep(data)
+        held = sum(s.shard.tokens for s in sets)
+        self._told.say(
+            f"{tokenised.tokens:,} tokens in {shards:,} shards, {held:,} held out in {len(sets)} "
+            "evaluation sets."
+        )
+        return data
+
+    def _tokenizer(self) -> Tokenizer:
+        command = self._plan.command
+        return tokenising.open_tokenizer(self._work, command.tokenizer, command.end_token)

@@ -1,0 +1,165 @@
+"""Cleaned documents on disk between reading and tokenising, in buckets of the shuffled order.
+
+A segment is what one process read before its memory was full. It holds, for each bucket, the records of its
+documents and their text, each compressed as one piece: reading one bucket of all segments is a few reads in
+each, and reading all records needs none of the text. Buckets divide the order into equal ranges, so bucket
+after bucket is the shuffled corpus, whatever the number of segments, buckets and processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from p2pdiloco_node.corpus.documents import RECORD, Index, first_of_copies, index_of, shuffled
+
+LEVEL = 1  # written and read once
+HEAD_BYTES = 8  # the size of the head, before it
+Write = Callable[[Path, Sequence[bytes]], None]
+"""A file with these parts, whole or not at all."""
+
+
+class Fault(msgspec.Struct, frozen=True, array_like=True):
+    """A broken document: which input, where in it, and why."""
+
+    number: int
+    at: int
+    why: str
+
+
+class Counted(msgspec.Struct, frozen=True, array_like=True):
+    """What was read."""
+
+    documents: int = 0
+    size: int = 0  # bytes of text
+    empty: int = 0
+    broken: int = 0
+    first_broken: Fault | None = None
+
+    def plus(self, other: Counted) -> Counted:
+        return Counted(
+            self.documents + other.documents,
+            self.size + other.size,
+            self.empty + other.empty,
+            self.broken + other.broken,
+            self.first_broken or other.first_broken,
+        )
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True):
+    """What a segment says of itself."""
+
+    counted: Counted
+    part: int  # of the portion: where reading goes on
+    after: int | None  # in that part; None: at its beginning
+    done: bool  # the portion ends with this segment
+    table: bytes  # (buckets, 5) int64: size of the records, where the text is, its size, documents, bytes
+
+
+class Slice(NamedTuple):
+    """One bucket's documents, in no order."""
+
+    records: Index
+    texts: bytes  # one after the other
+
+    def documents(self, places: npt.NDArray[np.int64]) -> list[bytes]:
+        """Texts of these documents, in this order."""
+        ends = np.cumsum(self.records["size"], dtype=np.int64)
+        starts = ends - self.records["size"]
+        return [self.texts[a:b] for a, b in zip(starts[places].tolist(), ends[places].tolist(), strict=True)]
+
+
+class Builder:
+    """Collects documents until they are written as one segment."""
+
+    def __init__(self, key: bytes, buckets: int) -> None:
+        self._key, self._buckets = key, buckets
+        self._indices: list[Index] = []
+        self._texts: list[bytes] = []
+        self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(self, texts: Sequence[bytes], *, source: int, tokens: bool) -> None:
+        self._indices.append(index_of(texts, self._key, source=source, tokens=tokens))
+        self._texts += texts
+        self.size += sum(map(len, texts))
+
+    def write(
+        self, path: Path, counted: Counted, part: int, after: int | None, *, done: bool, write: Write
+    ) -> None:
+        """Raises: what `write` raises."""
+        index: Index = np.concatenate([np.empty(0, RECORD), *self._indices])
+        bucket = bucket_of(index, self._buckets)
+        by_bucket = np.argsort(bucket, kind="stable")
+        cuts = np.searchsorted(bucket[by_bucket], np.arange(self._buckets + 1))
+        packer = zstandard.ZstdCompressor(level=LEVEL)
+        records: list[bytes] = []
+        texts: list[bytes] = []
+        table = np.zeros((self._buckets, 5), np.int64)
+        for number in range(self._buckets):
+            places = by_bucket[cuts[number] : cuts[number + 1]]
+            text = b"".join([self._texts[place] for place in places.tolist()])
+            records.append(packer.compress(index[places].tobytes()) if len(places) else b"")
+            texts.append(packer.compress(text) if len(places) else b"")
+            table[number] = len(records[-1]), 0, len(texts[-1]), len(places), len(text)
+        table[:, 1] = np.cumsum(table[:, 2]) - table[:, 2]
+        head = msgspec.msgpack.encode(Head(counted, part, after, done, table.tobytes()))
+        write(path, [len(head).to_bytes(HEAD_BYTES, "little"), head, *records, *texts])
+        self._indices, self._texts, self.size = [], [], 0
+
+
+class Segment:
+    """One segment on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(HEAD_BYTES), "little")
+            self.head = msgspec.msgpack.decode(file.read(size), type=Head)
+        self._records_at = HEAD_BYTES + size
+        self._table = np.frombuffer(self.head.table, np.int64).reshape(-1, 5)
+
+    def records(self, bucket: int) -> Index:
+        """What is known of a bucket's documents, without their text."""
+        size, _, _, count, _ = self._table[bucket].tolist()
+        if not count:
+            return np.empty(0, RECORD)
+        with self.path.open("rb") as file:
+            file.seek(self._records_at + int(self._table[:bucket, 0].sum()))
+            packed = file.read(size)
+        unpacked = zstandard.ZstdDecompressor().decompress(packed, max_output_size=count * RECORD.itemsize)
+        return np.frombuffer(unpacked, RECORD)
+
+    def read(self, bucket: int) -> Slice:
+        """Records and text."""
+        _, at, size, count, length = self._table[bucket].tolist()
+        if not count:
+            return Slice(np.empty(0, RECORD), b"")
+        with self.path.open("rb") as file:
+            file.seek(self._records_at + int(self._table[:, 0].sum()) + at)
+            packed = file.read(size)
+        text = zstandard.ZstdDecompressor().decompress(packed, max_output_size=length)
+        return Slice(self.records(bucket), text)
+
+
+def bucket_of(index: Index, buckets: int) -> npt.NDArray[np.int64]:
+    """Equal ranges of the order, at most 2**24 of them."""
+    return ((index["order"] >> np.uint64(40)) * np.uint64(buckets) >> np.uint64(24)).astype(np.int64)
+
+
+def read_bucket(segments: Iterable[Segment], bucket: int) -> tuple[Slice, npt.NDArray[np.int64]]:
+    """A bucket of all segments, and the places in it of what stays, shuffled: of copies only the first."""
+    slices = [segment.read(bucket) for segment in segments]
+    whole = Slice(
+        np.concatenate([np.empty(0, RECORD), *(s.records for s in slices)]), b"".join(s.texts for s in slices)
+    )
+    kept = first_of_copies(whole.records)
+    return whole, kept[shuffled(whole.records[kept])]

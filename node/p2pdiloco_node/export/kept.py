@@ -1,0 +1,187 @@
+"""A run as it lies on this disk: a run's DIR, what `demo --keep` kept, or a node's data folder. Read only.
+
+The daemon that it belongs to may be running: files that are replaced meanwhile are whole before and after.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.ids import Digest, RunId, digest_of, short
+from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.status.read_model import Credit, EvalPoint
+from p2pdiloco.wire.codec import decode
+from p2pdiloco.wire.log import Entry
+from p2pdiloco.wire.messages import SnapshotOffer
+from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node.config import parse_join
+from p2pdiloco_node.export.certified import KeptArrays
+from p2pdiloco_node.export.chain import entries_in
+from p2pdiloco_node.export.facts import Evaluation, Heard
+from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.storage.files import guarded, read_at_most
+from p2pdiloco_node.storage.state_files import MANIFEST, MANIFEST_BYTES_MAX, KeptSnapshot, Manifest
+
+SPEC = "spec.bin"
+LINK = "join"  # which run a data folder is pinned to
+HISTORY = "history.sqlite"
+
+
+class Kept(NamedTuple):
+    """Where the parts of a kept run lie."""
+
+    spec: Path
+    own: Path  # with journal, blobs, snapshots and state of whoever kept it
+    blobs: tuple[Path, ...]  # folders of blobs, in the store's layout or flat
+    history: Path
+
+
+def locate(folder: Path) -> Kept:
+    """Raises: OperatorError: no run is kept there, or more than one."""
+    if not folder.exists():
+        raise OperatorError(f"There is no folder {folder}.")
+    for base in (folder, folder / "run"):
+        found = _kept(base)
+        if found is not None:
+            return found
+    runs = {base.name: found for base in sorted(folder.glob("runs/*")) if (found := _kept(base)) is not None}
+    if len(runs) > 1 and (pinned := _pinned(folder)) in runs:
+        return runs[pinned]
+    if len(runs) > 1:
+        raise OperatorError(
+            f"{folder} keeps {len(runs)} runs: name one of them, such as {folder / 'runs' / min(runs)}."
+        )
+    if runs:
+        return next(iter(runs.values()))
+    raise OperatorError(
+        f"There is no kept run in {folder}: name the folder that `p2pdiloco run new` made and a tracker "
+        "served, what `p2pdiloco demo --keep` kept, or a node's data folder."
+    )
+
+
+def _kept(base: Path) -> Kept | None:
+    spec = base / SPEC
+    own = base / "witness" if (base / "witness" / "journal").is_dir() else base
+    if not spec.is_file() or not (own / "journal" / "log").is_file():
+        return None
+    stores = tuple(own / "blobs" / purpose for purpose in Purpose)
+    return Kept(spec, own, (*stores, base / "blobs"), base / HISTORY)
+
+
+def _pinned(folder: Path) -> str:
+    try:
+        run = parse_join((folder / LINK).read_text()).run
+    except (OSError, UnicodeDecodeError, OperatorError):
+        return ""
+    return run.hex()[:16] if run is not None else ""
+
+
+def open_spec(kept: Kept) -> tuple[RunId, RunSpec]:
+    """Raises: OperatorError."""
+    data = read_at_most(kept.spec, limits.run_spec_bytes_max + 1025)
+    try:
+        return open_run_spec(data, verify_ed25519)
+    except PeerError as error:
+        raise OperatorError(f"The RunSpec {kept.spec} is damaged ({error}): use another copy.") from None
+
+
+def entries(kept: Kept) -> list[Entry]:
+    """The log, up to an entry that is just being written. Raises: OperatorError."""
+    path = kept.own / "journal" / "log"
+    with guarded(lambda: path.open("rb"), path) as file:
+        return entries_in(file.read, where=str(path))
+
+
+def offers(kept: Kept) -> list[SnapshotOffer]:
+    """Those that are listed as whole; damaged lists are passed over."""
+    folder = kept.own / "snapshots"
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        try:
+            data = path.read_bytes()
+            if digest_of(data[32:]) == data[:32]:
+                found.append(decode(data[32:], KeptSnapshot, bytes_max=MANIFEST_BYTES_MAX).offer)
+        except (OSError, PeerError):
+            continue
+    return found
+
+
+def state_indices(kept: Kept) -> list[int]:
+    """Of the state files here, newest first."""
+    folder = kept.own / "state"
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else iter(())
+    return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+
+def read_state(kept: Kept, index: int, params: int) -> KeptArrays | None:
+    """The state file at `index`, for a model of `params`; None where it is gone, unfinished or damaged.
+
+    What it holds is not believed: the roots are computed anew and compared with the log.
+    """
+    folder = kept.own / "state" / f"{index:020d}"
+    try:
+        listed = (folder / MANIFEST).read_bytes()
+        manifest = decode(listed[32:], Manifest)
+        rules = (folder / "rules").read_bytes()
+        if manifest.index != index or manifest.array_bytes != 4 * params:
+            return None
+        arrays = [np.fromfile(folder / name, "<f4", params + 1) for name in ("params", "momentum")]
+    except (OSError, PeerError):
+        return None
+    if len(rules) > limits.message_bytes_max or any(array.size != params for array in arrays):
+        return None
+    return KeptArrays(index, arrays[0], arrays[1], rules)
+
+
+def read_blob(kept: Kept, digest: Digest) -> bytes:
+    """Raises: TransportError: no whole copy of it is here."""
+    damaged = False
+    for path in _blob_paths(kept, digest):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        if digest_of(data) == digest:
+            return data
+        damaged = True
+    raise TransportError(f"blob {short(digest)} is {'damaged' if damaged else 'not'} here")
+
+
+def has_blob(kept: Kept, digest: Digest) -> bool:
+    return next(_blob_paths(kept, digest), None) is not None
+
+
+def _blob_paths(kept: Kept, digest: Digest) -> Iterator[Path]:
+    name = digest.hex()
+    places = (place for base in kept.blobs for place in (base / name[:2] / name, base / name))
+    return (place for place in places if place.is_file())
+
+
+def heard(kept: Kept, version: int) -> Heard:
+    """What the tracker's history says of `version`, or of the nearest evaluated one before it."""
+    if not kept.history.is_file():
+        return Heard()
+    try:
+        with closing(sqlite3.connect(f"{kept.history.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            found = db.execute(
+                "SELECT point FROM evaluations WHERE version <= ? ORDER BY version DESC LIMIT 1", (version,)
+            ).fetchone()
+            rows = db.execute("SELECT point FROM contributions WHERE version <= ?", (version,)).fetchall()
+        evaluation = None
+        if found is not None:
+            point = msgspec.msgpack.decode(found[0], type=EvalPoint)
+            evaluation = Evaluation(point.version, point.loss, point.tokens)
+        earned = [msgspec.msgpack.decode(data, type=Credit) for (data,) in rows]
+        names = {credit.peer[:8]: credit.name for credit in earned}
+    except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError):
+        return Heard()  # a card without these is still a card
+    return Heard(evaluation, names)

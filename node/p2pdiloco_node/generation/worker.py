@@ -1,0 +1,187 @@
+"""The process with torch: `python -m p2pdiloco_node.generation.worker`, a Request on stdin, Lines on stdout.
+
+The folder is a stranger's work as far as this knows: only safetensors and configs of transformers' own
+classes are read, no code of the folder's, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from tokenizers.decoders import DecodeStream
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
+
+FACTS = "p2pdiloco.json"
+
+
+class CannotTalk(Exception):
+    """With what to do about it."""
+
+
+class Talk:
+    """One model, ready to go on with any text."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        """Raises: CannotTalk: the folder or the device cannot be used."""
+        self.device = _device(device)
+        try:
+            self._text = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )  # fmt: skip
+            self._model = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
+            )  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CannotTalk(
+                f"{folder} does not load ({str(error).splitlines()[0][:300]}): export it again."
+            ) from None
+        self._model.to(self.device).eval()
+        self._end = _end_token(self._model)
+        self.window = _window(folder, self._model)
+
+    def go_on(
+        self,
+        prompt: str,
+        tokens: int,
+        *,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        say: Callable[[Line], None],
+    ) -> tuple[int, str]:
+        """Say what follows `prompt`; how many tokens it took and why it ended ("end" or "tokens").
+
+        Behind `window` tokens the older half is forgotten: the model has never seen longer sequences.
+        """
+        torch.manual_seed(seed)
+        context: list[int] = self._text(prompt, add_special_tokens=False)["input_ids"]
+        if not context:  # as behind the end of another document
+            context = [self._end[0] if self._end else 0]
+        if len(context) >= self.window:
+            say(Noticed(f"only the last {self.window // 2} of {len(context)} tokens of the prompt are used"))
+        chosen = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        speaker = _Speaker(self._text, say)
+        while speaker.made < tokens:
+            if len(context) >= self.window:
+                context = context[-(self.window // 2) :]
+            given = torch.tensor([context], device=self.device)
+            count = min(tokens - speaker.made, self.window - len(context))
+            with torch.inference_mode():
+                found = self._model.generate(
+                    given,
+                    attention_mask=torch.ones_like(given),
+                    max_new_tokens=count,
+                    streamer=speaker,
+                    **(chosen if temperature > 0 else {"do_sample": False}),
+                )
+            context = found[0].tolist()
+            if context[-1] in self._end:
+                break
+        speaker.finish()
+        return speaker.made, "end" if context[-1] in self._end else "tokens"
+
+
+class _Speaker:
+    """A streamer as `generate` takes it: says text as soon as its characters are whole."""
+
+    def __init__(self, text: Any, say: Callable[[Line], None]) -> None:
+        self._text = text
+        self._say = say
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._said = ""
+        self._given = False  # whether the prompt of this call was passed over
+
+    @property
+    def made(self) -> int:
+        return len(self._ids)
+
+    def put(self, value: Any) -> None:
+        if not self._given:
+            self._given = True
+            return
+        for token in value.reshape(-1).tolist():
+            self._ids.append(token)
+            piece = self._stream.step(self._text.backend_tokenizer, token)
+            if piece:
+                self._said += piece
+                self._say(Said(piece))
+
+    def end(self) -> None:
+        self._given = False
+
+    def finish(self) -> None:
+        """The rest: characters that the last tokens began and nothing ended."""
+        whole = self._text.decode(self._ids, skip_special_tokens=True)
+        if whole.startswith(self._said) and len(whole) > len(self._said):
+            self._say(Said(whole[len(self._said) :]))
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu":
+        number = int(name.partition(":")[2] or 0)
+        if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+            raise CannotTalk(
+                f"--device {name}: torch sees no such GPU here; leave the flag out, or give cpu."
+            )
+    return name
+
+
+def _end_token(model: Any) -> list[int]:
+    end = model.generation_config.eos_token_id
+    return [end] if isinstance(end, int) else list(end or ())
+
+
+def _window(folder: Path, model: Any) -> int:
+    """Tokens of a training sequence; where nobody says, the positions that the model has."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 1024
+    try:
+        said = int(json.loads((folder / FACTS).read_text())["model"]["seq_len"])
+    except (OSError, ValueError, KeyError, TypeError):
+        said = positions
+    return max(2, min(said, positions))
+
+
+def main() -> None:
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints is no line of ours
+
+    def say(line: Line) -> None:
+        output.write(msgspec.json.encode(line) + b"\n")
+        output.flush()
+
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    try:
+        talk = Talk(Path(request.folder), request.device)
+        began = time.monotonic()
+        made, why = talk.go_on(
+            request.prompt,
+            request.tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            say=say,
+        )
+        say(Done(made, time.monotonic() - began, why, talk.device))
+    except CannotTalk as error:
+        say(Failed(str(error)))
+    except torch.OutOfMemoryError:
+        say(Failed("the model does not fit into this GPU's memory: give --device cpu."))
+    except BrokenPipeError:
+        os._exit(0)  # nobody listens any more
+
+
+if __name__ == "__main__":
+    main()

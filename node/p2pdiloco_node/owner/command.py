@@ -1,0 +1,173 @@
+"""`p2pdiloco run ...` for a run that goes on: one session, and one sentence at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.ids import RunId
+from p2pdiloco.run_spec import RunSpec
+from p2pdiloco_node import __version__
+from p2pdiloco_node.config import USAGE, JoinLink, parse_peers
+from p2pdiloco_node.corpus.progress import Told, shown
+from p2pdiloco_node.owner.fork import fork
+from p2pdiloco_node.owner.rescue import recover
+from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
+from p2pdiloco_node.owner.words import Followed, Wanted, say_word
+from p2pdiloco_node.run_checks import Declared, check_run
+from p2pdiloco_node.run_file import Parts
+from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections, spec_in
+from p2pdiloco_node.run_new import owner_key_path
+from p2pdiloco_node.transport.http_session import make_session
+
+T = TypeVar("T")
+
+
+class Reach(NamedTuple):
+    """How a run is reached, and as whom."""
+
+    where: str  # a link, or a folder of this machine
+    owner_key: Path | None = None
+    peers: tuple[str, ...] | None = None  # HOST:PORT of nodes, where the tracker is away
+    wait_s: float = 120.0
+
+    @property
+    def key(self) -> Path:
+        return self.owner_key or owner_key_path()
+
+
+def _with_run(reach: Reach, told: Told, work: Callable[[SeenRun], Awaitable[T]]) -> T:
+    """Raises: OperatorError."""
+
+    async def live() -> T:
+        async with make_session(connections_max=64, per_host_max=0, build=__version__) as session:
+            seen = await open_run(session, link_of(reach.where), parse_peers(reach.peers), told)
+            return await work(seen)
+
+    return asyncio.run(live())
+
+
+def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = True) -> int:
+    """Say a word and print where it stands. Raises: OperatorError."""
+    if not yes:
+        _agreed(f"`{wanted.kind}` cannot be taken back.")
+    if not 0 < reach.wait_s <= 86400:
+        raise OperatorError("--wait-s is above 0 and at most 86400.", USAGE)
+    with shown() as told:
+        said = _with_run(reach, told, lambda seen: say_word(seen, wanted, reach.key, wait_s=reach.wait_s))
+    if as_json:
+        nothing = {"kind": wanted.kind, "effect": said}
+        print(json.dumps(dataclasses.asdict(said) if isinstance(said, Followed) else nothing))
+    elif isinstance(said, Followed):
+        print(f"Entry {said.index}, at version {said.version:,}: {said.kind}. {said.effect}")
+    else:
+        print(said)
+    return 0
+
+
+def print_recovered(
+    reach: Reach, seats: Sequence[str], *, force: bool, yes: bool, as_json: bool
+) -> int:  # fmt: skip
+    """Rescue a run and print who follows. Raises: OperatorError."""
+
+    def agree(text: str) -> bool:
+        print(text, file=sys.stderr, flush=True)
+        if not yes:
+            _agreed("A recovery cannot be taken back.")
+        return True
+
+    with shown() as told:
+        done = _with_run(
+            reach, told,
+            lambda seen: recover(
+                seen, reach.key, seats=seats, force=force, agree=agree, wait_s=reach.wait_s
+            ),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(dataclasses.asdict(done)))
+    else:
+        print(
+            f"Epoch {done.epoch} began at entry {done.index}, from version {done.version:,}: "
+            f"{', '.join(done.committee)} certify from here on, {done.following} peers follow so far. Who "
+            "was away follows when it comes back."
+        )
+    return 0
+
+
+def _agreed(text: str) -> None:
+    """Ask the person at the terminal. Raises: OperatorError: no, or nobody to ask."""
+    if not sys.stdin.isatty():
+        raise OperatorError(f"{text} Where nobody can be asked, say so with --yes.", USAGE)
+    if input(f"{text} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise OperatorError("Nothing was said.", USAGE)
+
+
+def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:
+    """Print what the RunSpec says and, where it can be reached, how far the run is. Raises: OperatorError."""
+    path = Path(reach.where).expanduser()
+    kept = spec_in(path) if "://" not in reach.where and path.exists() else None
+    link, now = "", None
+    if kept is None:
+        link, found, now = _seen_now(reach)
+        run, spec = found
+    else:
+        run, spec = kept
+        if path.is_dir():
+            with suppress(OperatorError):  # no daemon serves it now: the RunSpec is what there is
+                link, _, now = _seen_now(reach)
+    if as_json:
+        print(json.dumps(as_plain(run, spec, declared, link=link, now=now)))
+        return 0
+    print("\n".join(in_lines(sections(run, spec, declared, link=link, now=now))))
+    try:
+        warnings = check_run(spec, declared)
+    except OperatorError as error:
+        warnings = [str(error)]
+    for warning in warnings:
+        print(f"\n{warning}")
+    return 0
+
+
+def _seen_now(reach: Reach) -> tuple[str, tuple[RunId, RunSpec], Now]:
+    async def look(seen: SeenRun) -> tuple[str, tuple[RunId, RunSpec], Now]:
+        await seen.catch_up()
+        names = {peer: host.name for peer, host in seen.hosts.items()}
+        link = f"{seen.urls[0]}/#{seen.run.hex()}"
+        return link, (seen.run, seen.spec), Now(seen.log, seen.rules, names)
+
+    with shown() as told:
+        return _with_run(reach, told, look)
+
+
+def print_forked(
+    reach: Reach, version: str, out: Path, parts: Parts, declared: Declared, *, as_json: bool
+) -> int:  # fmt: skip
+    """Make a fork and print how to serve it. Raises: OperatorError."""
+    folder = Path(reach.where).expanduser()
+    source: JoinLink | Path = folder if "://" not in reach.where and folder.is_dir() else link_of(reach.where)
+    with shown() as told:
+        made = asyncio.run(
+            fork(source, version, out, parts, owner_key=reach.key, declared=declared, told=told)
+        )
+    parent = made.spec.parent
+    assert parent is not None, "a fork has a parent"
+    if as_json:
+        print(json.dumps({
+            "run": made.run.hex(), "name": made.spec.name, "out": str(out), "parent": parent.run.hex(),
+            "version": parent.version, "params_root": parent.params_root.hex(), "warnings": made.warnings,
+        }))  # fmt: skip
+        return 0
+    for warning in made.warnings:
+        print(warning)
+    print(
+        f"Run {made.run.hex()}\nis ready in {out}: version 0 is version {parent.version:,} of run "
+        f"{parent.run.hex()[:16]}. Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"
+    )
+    return 0

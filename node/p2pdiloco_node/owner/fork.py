@@ -1,0 +1,255 @@
+"""`p2pdiloco run fork`: a certified version of a run becomes version 0 of another, with other figures.
+
+The new run is its own: another RunId, witness and owner; it names the parent's RunId, the version and the
+root of its params, which anybody can compare. The token clock begins at 0 and the momentum at zero, as in
+every run. The data are the parent's, unless other text is named; the tokenizer is the parent's in any case:
+the model knows no other.
+
+    OUT/making/fetched   what a link gave, until the run is signed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.ids import Digest, RunId, digest_of, merkle_root
+from p2pdiloco.run_spec import (
+    FORMAT,
+    MATH_VERSION,
+    DataSpec,
+    Genesis,
+    Parent,
+    RunSpec,
+    run_id_of,
+    sign_run_spec,
+)
+from p2pdiloco.wire.codec import encode
+from p2pdiloco.wire.log import Committee
+from p2pdiloco_node.config import USAGE, JoinLink
+from p2pdiloco_node.corpus.making import Request, make_data
+from p2pdiloco_node.corpus.progress import Told
+from p2pdiloco_node.corpus.tokenizer import BYTES
+from p2pdiloco_node.corpus.work import FOLDER
+from p2pdiloco_node.export import kept as on_disk
+from p2pdiloco_node.export.certified import Certified
+from p2pdiloco_node.export.fetched import LinkedRun
+from p2pdiloco_node.export.sources import Found, from_folder, from_link
+from p2pdiloco_node.run_checks import Declared, check_run, check_types, replaced
+from p2pdiloco_node.run_file import Parts
+from p2pdiloco_node.storage.files import Files, make_folder, replace_file
+from p2pdiloco_node.storage.keys import load_or_make_key
+
+SPEC_FILE, BLOBS_FOLDER, WITNESS_KEY, FETCHED = "spec.bin", "blobs", "witness.key", "fetched"
+TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # of an open run, as `run new` has them
+# What a fork cannot have otherwise: the model and its tokenizer are the parent's.
+FIXED = {"model": ("model", "seed"), "data": ("tokenizer",)}
+
+
+class Forked(NamedTuple):
+    run: RunId
+    spec: RunSpec
+    warnings: list[str]
+
+
+async def fork(
+    source: JoinLink | Path,
+    version: str,
+    out: Path,
+    parts: Parts,
+    *,
+    owner_key: Path,
+    declared: Declared,
+    told: Told,
+) -> Forked:
+    """Make the run in `out`. `version`: newest, or a number. `parts`: what differs from the parent.
+
+    Raises: OperatorError. What was fetched stays and is taken up by the next call; it is no run.
+    """
+    for table, keys in FIXED.items():
+        for key in keys:
+            if key in parts[table]:
+                raise OperatorError(f"{key} is the parent's in a fork: leave [{table}] {key} out.", USAGE)
+    check_folder(out)
+    files, work = Files(), out / FOLDER / FETCHED
+    watch = _Watch(told)
+    if isinstance(source, Path):
+        found = await asyncio.to_thread(from_folder, source, version, watch, held_out=False)
+    else:
+        await asyncio.to_thread(make_folder, files, work)
+        found = await from_link(source, work, version, watch, value_bytes=4, held_out=False)
+    parent = found.origin.spec
+    make_folder(files, out / BLOBS_FOLDER)
+
+    def put(digest: Digest, data: bytes | memoryview) -> None:
+        path = out / BLOBS_FOLDER / digest.hex()
+        if not path.exists():
+            replace_file(files, path, data)
+
+    told.say(f"Forking version {found.certified.version:,} of {parent.name}.")
+    genesis = await asyncio.to_thread(_genesis, found.certified, put)
+    if genesis.params_root != found.certified.params_root:
+        raise AssertionError("chunks of another size than the parent's")
+    if parts["data"].get("data"):
+        data = await _other_data(found, parts, out, told)
+    else:
+        data = await _same_data(source, parent, work, put, watch)
+        data = _replaced_data(data, parts["data"])
+    witness = load_or_make_key(out / WITNESS_KEY, files)
+    owner = load_or_make_key(owner_key, files)
+    spec = _spec(found, parts, data, genesis)
+    spec = msgspec.structs.replace(
+        spec, owner_key=owner.public_key,
+        committee=msgspec.structs.replace(spec.committee, genesis=Committee(witness.peer_id, ())),
+    )  # fmt: skip
+    check_types(spec)
+    warnings = check_run(spec, declared)
+    await asyncio.to_thread(replace_file, files, out / SPEC_FILE, sign_run_spec(spec, owner))
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    return Forked(run_id_of(encode(spec)), spec, warnings)
+
+
+def check_folder(out: Path) -> None:
+    """Raises: OperatorError: a run is there, or other things."""
+    if (out / SPEC_FILE).exists():
+        raise OperatorError(f"{out} already holds a run; choose another folder with --out.")
+    if out.exists() and not out.is_dir():
+        raise OperatorError(f"{out} is not a folder; choose another with --out.")
+    known = {BLOBS_FOLDER, WITNESS_KEY, FOLDER}
+    others = sorted(p.name for p in out.iterdir() if p.name not in known) if out.is_dir() else []
+    if others:
+        raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
+
+
+def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis) -> RunSpec:
+    """The parent's figures, but for what `parts` says. Raises: OperatorError."""
+    parent, run = found.origin.spec, parts["run"]
+    model = parent.model
+    if "seq_len" in parts["model"]:
+        model = replaced(model, {"seq_len": parts["model"]["seq_len"]}, "model")
+    inner = replaced(parent.inner, parts["inner"], "inner")
+    tokens = run.get("tokens", parent.target_tokens)
+    if "warmup_tokens" not in parts["inner"] and inner.warmup_tokens >= tokens:
+        inner = msgspec.structs.replace(inner, warmup_tokens=tokens // 10)
+    admission = run.get("admission", parent.admission)
+    of_a_pass = inner.inner_steps * inner.sequences_per_step * model.seq_len
+    local = admission == "local"
+    version = found.certified.version
+    fields: Mapping[str, Any] = {
+        "format": FORMAT,
+        "math_version": MATH_VERSION,
+        "name": run.get("name", parent.name),
+        "model": model,
+        "data": data,
+        "inner": inner,
+        "outer": replaced(parent.outer, parts["outer"], "outer"),
+        "committee": replaced(parent.committee, parts["committee"], "committee"),
+        "samples": replaced(parent.samples, parts["samples"], "samples"),
+        "genesis": genesis,
+        "admission": admission,
+        "trust_tokens": run.get("trust_tokens", 0 if local else TRUSTED_PASSES * of_a_pass),
+        "bootstrap_tokens": run.get("bootstrap_tokens", 0 if local else BOOTSTRAP_PASSES * of_a_pass),
+        "target_tokens": tokens,
+        "target_version": run.get("outer_steps", parent.target_version),
+        "eval_every": run.get("eval_every", parent.eval_every),
+        "evaluators_max": run.get("evaluators_max", parent.evaluators_max),
+        "nonce": secrets.token_bytes(16),
+        "origin": f"version {version} of {parent.name}"[:120],
+        "parent": Parent(found.origin.run, version, found.certified.params_root),
+    }
+    return msgspec.structs.replace(parent, **fields)
+
+
+def _genesis(certified: Certified, put: Callable[[Digest, bytes | memoryview], None]) -> Genesis:
+    """The certified chunks as they are, and a momentum of zeros."""
+    params, momentum = [], []
+    for chunk in certified.chunks():
+        data = bytes(chunk)
+        params.append(digest_of(data))
+        put(params[-1], data)
+        zeros = bytes(len(data))
+        momentum.append(digest_of(zeros))
+        put(momentum[-1], zeros)
+    assert merkle_root(params) == certified.params_root, "chunks that are not the certified params"
+    return Genesis(tuple(params), tuple(momentum))
+
+
+def _replaced_data(data: DataSpec, fields: Mapping[str, Any]) -> DataSpec:
+    shown = {key: value for key, value in fields.items() if key == "window_shards"}
+    unused = sorted(set(fields) - set(shown))
+    if unused:
+        raise OperatorError(f"[data] {unused[0]} says how text is read: name the text with --data.", USAGE)
+    made: DataSpec = replaced(data, shown, "data")
+    return made
+
+
+async def _same_data(
+    source: JoinLink | Path,
+    parent: RunSpec,
+    work: Path,
+    put: Callable[[Digest, bytes | memoryview], None],
+    watch: _Watch,
+) -> DataSpec:
+    """The parent's shards, evaluation sets and tokenizer into this run's folder. Raises: OperatorError."""
+    wanted = {Digest(ref.digest): ref for ref in parent.data.blobs}
+    if isinstance(source, Path):
+        kept = on_disk.locate(source)
+
+        def copy() -> None:
+            for place, digest in enumerate(wanted, start=1):
+                put(digest, on_disk.read_blob(kept, digest))
+                watch("Copying the data", place, len(wanted))
+
+        try:
+            await asyncio.to_thread(copy)
+        except TransportError as error:
+            raise OperatorError(
+                f"{source} has not all of the run's data ({error}): fork from the run's link, or from its "
+                "tracker's folder."
+            ) from None
+        return parent.data
+    async with LinkedRun(source, work, watch) as linked:
+        await linked.open()
+        await linked.fetch(list(wanted), max(ref.size for ref in wanted.values()), "data")
+
+        def move() -> None:
+            for digest in wanted:
+                put(digest, linked.blobs.read(digest))
+
+        await asyncio.to_thread(move)
+    return parent.data
+
+
+async def _other_data(found: Found, parts: Parts, out: Path, told: Told) -> DataSpec:
+    """Other text, in the parent's tokens. Raises: OperatorError."""
+    said, parent = parts["data"], found.origin.spec
+    words, path = BYTES, out / FOLDER / "tokenizer.json"
+    if parent.data.tokenizer.kind != "bytes":
+        make_folder(Files(), path.parent)
+        replace_file(Files(), path, found.tokenizer_json)
+        words = str(path)
+    request = Request(
+        said["data"], said.get("text_key", "text"), words, said.get("eval_per_source", False), 0, 0,
+        parts["model"].get("seq_len", parent.model.seq_len),
+    )  # fmt: skip
+    data = await asyncio.to_thread(make_data, request, out, told)
+    if data.tokenizer.vocab_size > parent.model.vocab_size:
+        raise AssertionError("the parent's own tokenizer does not fit its model")
+    return _replaced_data(data, {k: v for k, v in said.items() if k == "window_shards"})
+
+
+class _Watch:
+    """The exports' way of telling, as ours."""
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+
+    def __call__(self, what: str, done: int, total: int, /) -> None:
+        self._told.progress(what[:1].upper() + what[1:], done, total or 1)

@@ -1,0 +1,279 @@
+"""What cannot work, said when a run is made: one sentence each, with what to change (scenario G4).
+
+Types and ranges are the RunSpec's own; here is what no single field shows. Sizes and figures of one node's
+traffic are here as well, for `run inspect`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.rules.delta_layout import encoded_size, is_raw, is_sparse
+from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
+from p2pdiloco.wire.codec import decode, encode
+from p2pdiloco_node.config import USAGE, nearest
+from p2pdiloco_node.training.machine import Machine
+from p2pdiloco_node.training.memory_plan import MemoryPlan, amount, plan_memory
+
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")  # as families call them
+LATE_SHARE = 0.25  # of a pass: who needs longer for a delivery is told so at join (protocol.md 5)
+BEATS_MIN = 2  # heartbeats in the shortest timeout: one may be lost
+
+
+class Declared(NamedTuple):
+    """What the owner expects of the nodes that will come."""
+
+    up_mbit: float = 20.0
+    down_mbit: float = 100.0
+    memory_gb: float | None = None  # of the GPU, in GiB, or of RAM where a node has none; None: any
+
+
+class Traffic(NamedTuple):
+    """Of one node and pass, with `limits.planned_nodes` nodes; seconds at the declared links."""
+
+    delta_bytes: int
+    voters: int  # to which each delta goes
+    up_bytes: int
+    up_s: float
+    down_bytes: int
+    down_s: float
+    pass_s: float
+
+    @property
+    def up_share(self) -> float:
+        """Of the pass that an upload takes."""
+        return self.up_s / self.pass_s
+
+
+def traffic(spec: RunSpec, declared: Declared) -> Traffic:
+    """Each delta goes to every voter; each node fetches what the others' deltas bring."""
+    delta = encoded_size(spec.outer.codec, spec.model.tensors)
+    voters = min(spec.committee.size_max, limits.planned_nodes)
+    up, down = delta * voters, delta * (limits.planned_nodes - 1)
+    return Traffic(
+        delta, voters, up, up * 8 / (declared.up_mbit * 1e6), down, down * 8 / (declared.down_mbit * 1e6),
+        spec.inner.pass_s,
+    )  # fmt: skip
+
+
+def memory(spec: RunSpec, memory_gb: float) -> MemoryPlan:
+    """What a node with so much on its GPU would do; RAM and disk are its owner's to see to."""
+    size = int(memory_gb * 2**30)
+    return plan_memory(spec, Machine("declared", size, 2**60, 2**60, "."))
+
+
+def check_parts(
+    inner: InnerSpec, outer: OuterSpec, committee: CommitteeSpec, target_tokens: int, target_version: int,
+    step_tokens: int,
+) -> None:  # fmt: skip
+    """Before anything is made: what needs neither model nor data. `step_tokens`: of one inner step.
+
+    Raises: OperatorError with every sentence.
+    """
+    _raise([*_timings(committee), *_loops(inner, outer), *_targets(inner, target_tokens, target_version,
+            step_tokens)])  # fmt: skip
+
+
+def check_run(spec: RunSpec, declared: Declared) -> list[str]:
+    """Everything; sentences that only warn. Raises: OperatorError with every sentence that refuses."""
+    step = spec.tokens_per_inner_step
+    refused = [
+        *_timings(spec.committee),
+        *_loops(spec.inner, spec.outer),
+        *_targets(spec.inner, spec.target_tokens, spec.target_version, step),
+        *_model(spec.model, spec.outer),
+        *_data(spec),
+        *_links(spec, declared),
+        *_memory(spec, declared),
+    ]
+    _raise(refused)
+    return list(_warnings(spec, declared))
+
+
+def _raise(sentences: list[str]) -> None:
+    if sentences:
+        raise OperatorError("this run cannot work: " + "\n".join(sentences), USAGE)
+
+
+def _timings(c: CommitteeSpec) -> Iterator[str]:
+    if c.size_max not in limits.committee_sizes:
+        yield f"committee.size_max is {c.size_max}: a committee has 1, 3, 5 or 7 seats."
+    if c.timeout_s_min < BEATS_MIN * c.heartbeat_s:
+        yield (
+            f"committee.timeout_s_min ({c.timeout_s_min:g} s) is less than {BEATS_MIN} heartbeats of "
+            f"{c.heartbeat_s:g} s: one that is lost would depose the aggregator; raise it to "
+            f"{3 * c.heartbeat_s:g} or shorten committee.heartbeat_s."
+        )
+    if c.timeout_s_max <= c.timeout_s_min:
+        yield (
+            f"committee.timeout_s_max ({c.timeout_s_max:g} s) is not above timeout_s_min "
+            f"({c.timeout_s_min:g} s): all voters would move at once; raise it to {2 * c.timeout_s_min:g}."
+        )
+    if c.voter_lease_s < c.timeout_s_max:
+        yield (
+            f"committee.voter_lease_s ({c.voter_lease_s:g} s) is less than timeout_s_max "
+            f"({c.timeout_s_max:g} s): a voter would lose its seat before its silence is seen; raise it to "
+            f"{4 * c.timeout_s_max:g}."
+        )
+
+
+def _loops(inner: InnerSpec, outer: OuterSpec) -> Iterator[str]:
+    if outer.mu >= 1:
+        yield "outer.mu is 1: momentum would never decay; give less than 1, such as 0.5."
+    if inner.beta1 >= 1 or inner.beta2 >= 1:
+        yield "inner.beta1 and inner.beta2 must be less than 1: AdamW divides by what is missing to 1."
+    if is_sparse(outer.codec) and outer.error_feedback_beta == 0:
+        yield (
+            f"outer.codec {outer.codec} without error feedback would lose most of every delta: raise "
+            "outer.error_feedback_beta or choose int4."
+        )
+
+
+def _targets(inner: InnerSpec, tokens: int, version: int, step_tokens: int) -> Iterator[str]:
+    in_a_pass = inner.inner_steps * step_tokens
+    if version and version * step_tokens > tokens:
+        yield (
+            f"the target of {version:,} outer steps cannot be reached: each merges an inner step at least, "
+            f"{step_tokens:,} tokens, and the run is over after {tokens:,}; raise --tokens to "
+            f"{version * in_a_pass:,} or lower --outer-steps."
+        )
+    elif not version and tokens < in_a_pass:
+        yield (
+            f"{tokens:,} tokens are less than one full round: a single pass has {inner.inner_steps:,} inner "
+            f"steps of {step_tokens:,} tokens, {in_a_pass:,} in all; raise --tokens, or lower --inner-steps "
+            "or --batch."
+        )
+    if inner.warmup_tokens >= tokens:
+        yield (
+            f"inner.warmup_tokens ({inner.warmup_tokens:,}) is not below the target of {tokens:,} tokens: "
+            "the learning rate would never be reached; lower it."
+        )
+
+
+def _model(model: ModelSpec, outer: OuterSpec) -> Iterator[str]:
+    positions = _positions(model)
+    if positions is not None and model.seq_len > positions:
+        yield (
+            f"sequences of {model.seq_len:,} tokens are longer than the {positions:,} positions of "
+            f"{model.preset or model.family}: lower --seq-len to {positions:,}."
+        )
+    if is_sparse(outer.codec) and all(is_raw(outer.codec, t) for t in model.tensors):
+        yield (
+            f"{outer.codec} sends parts of matrices, and {model.preset or model.family} has none that is "
+            "large enough: choose --codec fp16."
+        )
+    size = encoded_size(outer.codec, model.tensors)
+    if size > limits.blob_bytes_max:
+        yield (
+            f"a delta of {amount(size)} is more than any node takes ({amount(limits.blob_bytes_max)}): "
+            "choose --codec topk64 or a smaller model."
+        )
+
+
+def _positions(model: ModelSpec) -> int | None:
+    """How long a text the config allows; None where it does not say."""
+    try:
+        config = json.loads(model.config)
+    except ValueError:
+        return None
+    found = (config.get(key) for key in POSITIONS)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+def _data(spec: RunSpec) -> Iterator[str]:
+    data, needed = spec.data, spec.model.seq_len + 1  # each token but the first is predicted
+    if all(shard.tokens < needed for shard in data.shards):
+        longest = max(shard.tokens for shard in data.shards)
+        yield (
+            f"no data shard holds a sequence of {needed:,} tokens (the longest has {longest:,}): name more "
+            "text with --data, or lower --seq-len."
+        )
+    for held_out in data.evaluations:
+        if held_out.shard.tokens < needed:
+            yield (
+                f"the evaluation set {held_out.name!r} has {held_out.shard.tokens:,} tokens, less than a "
+                f"sequence of {needed:,}: name more text with --data, or lower --seq-len."
+            )
+    vocabulary = data.tokenizer.vocab_size
+    if vocabulary > spec.model.vocab_size:
+        yield (
+            f"the tokenizer has {vocabulary:,} tokens and the model {spec.model.vocab_size:,}: choose a "
+            "model that is made for this tokenizer, or the tokenizer of this model."
+        )
+    if vocabulary > 256**data.token_bytes:
+        yield (
+            f"{vocabulary:,} tokens do not fit into {data.token_bytes} bytes each: prepare the data again "
+            "with this tokenizer."
+        )
+
+
+def _links(spec: RunSpec, declared: Declared) -> Iterator[str]:
+    """A pass shorter than its transfer: deltas would pile up for ever."""
+    t = traffic(spec, declared)
+    ways = (
+        ("up", t.up_s, t.up_bytes, declared.up_mbit, f"to {t.voters} voters"),
+        ("down", t.down_s, t.down_bytes, declared.down_mbit, f"from {limits.planned_nodes - 1} others"),
+    )
+    for way, seconds, size, mbit, whom in ways:
+        if seconds > t.pass_s:
+            thinner = "" if is_sparse(spec.outer.codec) else " choose --codec topk64,"
+            yield (
+                f"a pass takes {t.pass_s:g} s, and its {amount(size)} {whom} take {seconds:,.0f} s at "
+                f"{mbit:g} Mbit/s {way}:{thinner} raise --pass-s to {math.ceil(4 * seconds):,}, or declare "
+                f"faster links with --{way}-mbit."
+            )
+
+
+def _memory(spec: RunSpec, declared: Declared) -> Iterator[str]:
+    if declared.memory_gb is None:
+        return
+    plan = memory(spec, declared.memory_gb)
+    if plan.missing:
+        yield (
+            f"{spec.model.preset or spec.model.family} with {spec.model.params:,} parameters needs "
+            f"{amount(plan.gpu)} at least, and {declared.memory_gb:g} GiB are declared: choose a smaller "
+            "model or shorter sequences, or raise --memory-gb."
+        )
+
+
+def _warnings(spec: RunSpec, declared: Declared) -> Iterator[str]:
+    t = traffic(spec, declared)
+    if t.up_share > LATE_SHARE:
+        yield (
+            f"Delivering a delta takes {t.up_share:.0%} of a pass at {declared.up_mbit:g} Mbit/s up: nodes "
+            "with slower links will always be late. A longer --pass-s or a topk codec helps."
+        )
+    if spec.target_version and spec.eval_every > spec.target_version:
+        yield f"Evaluations are every {spec.eval_every:,} versions: there will be one at the end alone."
+
+
+def replaced(part: Any, fields: Mapping[str, Any], what: str) -> Any:
+    """A part of the RunSpec with other fields. Raises: OperatorError: no such field, or out of range."""
+    unknown = sorted(set(fields) - set(part.__struct_fields__))
+    if unknown:
+        hint = nearest(unknown[0], part.__struct_fields__) or "."
+        raise OperatorError(f"the run's {what} part has no field {unknown[0]!r}{hint}", USAGE)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    made = msgspec.structs.replace(part, **values)
+    check_types(made, f"the {what} part: ")
+    return made
+
+
+def check_types(part: Any, where: str = "") -> None:
+    """Every node will open it with the same types; a value out of range is said here and now.
+
+    Raises: OperatorError (usage).
+    """
+    try:
+        decode(encode(part), type(part), bytes_max=limits.run_spec_bytes_max)
+    except OverflowError:
+        raise OperatorError(f"the run cannot be made: {where}a number is too large.", USAGE) from None
+    except (PeerError, TypeError) as error:
+        raise OperatorError(f"the run cannot be made: {where}{error}.", USAGE) from None

@@ -1,0 +1,306 @@
+"""`p2pdiloco run inspect`: all that a RunSpec says, in words with units, how far the run is, and what a node
+needs for it in traffic and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.ids import Digest, PeerId, RunId, merkle_root, peer_id_of, short
+from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.delta_layout import encoded_size
+from p2pdiloco.rules.state import RulesState
+from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.wire.log import OwnerEntry
+from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node.run_checks import Declared, memory, traffic
+from p2pdiloco_node.training.memory_plan import amount, in_words
+
+SPEC = "spec.bin"
+Row = tuple[str, str]
+
+
+class Now(NamedTuple):
+    """How far the run is, from a checked log."""
+
+    log: RunLog
+    rules: RulesState
+    names: Mapping[PeerId, str]
+
+
+class Section(NamedTuple):
+    title: str
+    rows: Sequence[Row]
+
+
+def spec_in(path: Path) -> tuple[RunId, RunSpec] | None:
+    """The RunSpec in a file, or in a folder that holds one; None where there is none.
+
+    Raises: OperatorError: it is damaged, or of another version.
+    """
+    places = [path] if path.is_file() else [path / SPEC, path / "run" / SPEC]
+    places += sorted(path.glob(f"runs/*/{SPEC}")) if path.is_dir() else []
+    for place in places:
+        try:
+            return open_run_spec(place.read_bytes(), verify_ed25519)
+        except FileNotFoundError:
+            continue
+        except (OSError, PeerError) as error:
+            raise OperatorError(f"The RunSpec {place} cannot be read: {error}.") from None
+    return None
+
+
+def sections(
+    run: RunId, spec: RunSpec, declared: Declared, *, link: str = "", now: Now | None = None
+) -> list[Section]:
+    """What is printed for people."""
+    found = [
+        Section(f"Run {spec.name}", _identity(run, spec, link)),
+        Section("Model", _model(spec)),
+        Section("Data", _data(spec)),
+        Section("Inner loop", _inner(spec)),
+        Section("Outer loop", _outer(spec)),
+        Section("Committee", _committee(spec)),
+        Section("Targets, evaluation, samples", _targets(spec)),
+        Section("What a node sends and fetches", _traffic(spec, declared)),
+    ]
+    if declared.memory_gb is not None:
+        lines = in_words(memory(spec, declared.memory_gb))
+        found.append(Section(f"Memory of a node with {declared.memory_gb:g} GiB", [("", x) for x in lines]))
+    if now is not None:
+        found.append(Section("Now", _now(spec, now)))
+    return found
+
+
+def in_lines(found: Sequence[Section]) -> list[str]:
+    width = max(len(label) for section in found for label, _ in section.rows)
+    lines: list[str] = []
+    for section in found:
+        lines += ["", section.title]
+        lines += [f"  {label:{width}}  {value}" if label else value for label, value in section.rows]
+    return lines[1:]
+
+
+def as_plain(
+    run: RunId, spec: RunSpec, declared: Declared, *, link: str = "", now: Now | None = None
+) -> dict[str, Any]:
+    """The same for programs: the RunSpec's fields with digests in hex, and what follows from them."""
+    t = traffic(spec, declared)
+    plain: dict[str, Any] = {
+        "run": run.hex(),
+        "join": link,
+        "spec": _plain(msgspec.to_builtins(spec, builtin_types=(bytes,)), spec),
+        "params": spec.model.params,
+        "tokens_per_inner_step": spec.tokens_per_inner_step,
+        "tokens_per_pass": spec.inner.inner_steps * spec.tokens_per_inner_step,
+        "training_tokens": sum(shard.tokens for shard in spec.data.shards),
+        "params_root": spec.genesis.params_root.hex(),
+        "traffic": t._asdict(),
+    }
+    if declared.memory_gb is not None:
+        plan = memory(spec, declared.memory_gb)
+        plain["memory"] = {
+            "gpu_bytes": plan.gpu,
+            "micro_batch": plan.micro_batch,
+            "checkpointing": plan.checkpointing,
+            "offload": plan.offload,
+            "missing_bytes": sum(plan.missing.values()),
+        }
+    if now is not None:
+        plain["now"] = {
+            "epoch": now.log.epoch,
+            "index": now.log.index,
+            "version": now.rules.version,
+            "tokens": now.rules.clock,
+            "target_tokens": now.rules.target_tokens,
+            "paused": now.rules.paused,
+            "finished": now.rules.finished,
+            "committee": [m.hex() for m in now.log.committee.members],
+            "revoked": [p.hex() for p in now.rules.revoked],
+            "owner_sequence": now.rules.owner_sequence,
+        }
+    return plain
+
+
+def _plain(value: Any, like: Any) -> Any:
+    """Names for fields, hex for bytes."""
+    if isinstance(like, msgspec.Struct):
+        names = like.__struct_fields__
+        return {name: _plain(item, getattr(like, name)) for name, item in zip(names, value, strict=True)}
+    if isinstance(like, tuple):
+        return [_plain(item, inner) for item, inner in zip(value, like, strict=True)]
+    if isinstance(value, bytes):
+        return value.hex()
+    return value
+
+
+def _identity(run: RunId, spec: RunSpec, link: str) -> list[Row]:
+    rows = [
+        ("RunId", run.hex()),
+        ("format, arithmetic", f"{spec.format}, {spec.math_version}"),
+        ("owner's key", f"{spec.owner_key.hex()} (peer {short(peer_id_of(spec.owner_key))})"),
+        ("admission", _admission(spec)),
+        ("version 0", spec.origin or "initialised from a seed"),
+        ("its params' root", spec.genesis.params_root.hex()),
+    ]
+    if spec.parent is not None:
+        parent = spec.parent
+        rows.append(("fork of", f"run {parent.run.hex()} at version {parent.version:,}"))
+        same = merkle_root([Digest(c) for c in spec.genesis.params]) == parent.params_root
+        rows.append(("", f"  {'its params, unchanged' if same else 'NOT with its params'}"))
+    rows.append(("nonce", spec.nonce.hex()))
+    if link:
+        rows.append(("join", f"p2pdiloco node --join {link}"))
+    return rows
+
+
+def _admission(spec: RunSpec) -> str:
+    if spec.admission == "local":
+        return "local: everybody who reaches it is trusted; addresses of one machine or network"
+    return (
+        f"open: trusted after {spec.trust_tokens:,} accepted tokens; everybody is until the run has merged "
+        f"{spec.bootstrap_tokens:,}"
+    )
+
+
+def _model(spec: RunSpec) -> list[Row]:
+    model = spec.model
+    return [
+        ("family", f"{model.family} ({model.preset})"),
+        ("parameters", f"{model.params:,} in {len(model.tensors):,} tensors, {amount(4 * model.params)}"),
+        ("vocabulary", f"{model.vocab_size:,} tokens"),
+        ("sequences", f"{model.seq_len:,} tokens"),
+        ("config", model.config.decode("utf-8", "replace")),
+    ]
+
+
+def _data(spec: RunSpec) -> list[Row]:
+    data = spec.data
+    tokens, size = sum(s.tokens for s in data.shards), sum(b.size for b in data.blobs)
+    tokenizer = data.tokenizer
+    return [
+        ("tokens", f"{tokens:,} in {len(data.shards):,} shards, {data.token_bytes} bytes each when opened"),
+        ("of the target", f"{spec.target_tokens / max(1, tokens):.2f} times over the data"),
+        ("to fetch", f"{amount(size)} in all; a node reads {data.window_shards} shards at once"),
+        (
+            "tokenizer",
+            f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens; {tokenizer.end_token} ends a document",
+        ),
+        *[
+            (
+                "held out" if place == 0 else "",
+                f"{e.name}: {e.shard.tokens:,} tokens, {e.text_bytes:,} bytes of text",
+            )
+            for place, e in enumerate(data.evaluations)
+        ],
+    ]
+
+
+def _inner(spec: RunSpec) -> list[Row]:
+    inner, step = spec.inner, spec.tokens_per_inner_step
+    return [
+        ("a pass", f"{inner.inner_steps:,} inner steps (H), or {inner.pass_s:g} s"),
+        ("an inner step", f"{inner.sequences_per_step:,} sequences, {step:,} tokens"),
+        ("a full pass", f"{inner.inner_steps * step:,} tokens of one node"),
+        ("learning rate", f"{inner.lr:g}, down to {inner.lr_min_share:g} of it at the target"),
+        ("warm-up", f"{inner.warmup_tokens:,} tokens of the run"),
+        ("after joining", f"{inner.moments_warmup_steps:,} steps until AdamW's moments are warm"),
+        ("AdamW", f"beta {inner.beta1:g} and {inner.beta2:g}, weight decay {inner.weight_decay:g}"),
+        ("gradients", f"clipped to norm {inner.clip_norm:g}"),
+    ]
+
+
+def _outer(spec: RunSpec) -> list[Row]:
+    outer = spec.outer
+    size = encoded_size(outer.codec, spec.model.tensors)
+    return [
+        ("codec", f"{outer.codec}: a delta is {amount(size)} ({size:,} bytes)"),
+        ("error feedback", f"{outer.error_feedback_beta:g} of what was not sent is kept for later"),
+        ("momentum (mu)", f"{outer.mu:g}"),
+        ("step (eta)", f"{outer.eta_alone:g} alone, {outer.eta_eight:g} with eight nodes"),
+        ("staleness", f"{outer.decay} decay of weights, lambda {outer.lambda_:g}"),
+        ("too late", f"after {outer.staleness_max} rounds on the token clock"),
+        ("closes", f"by {outer.policy}, after {outer.deadline_passes:g} passes at the latest"),
+        ("fragments", f"{outer.fragments}"),
+    ]
+
+
+def _committee(spec: RunSpec) -> list[Row]:
+    c = spec.committee
+    return [
+        ("seats", f"at most {c.size_max}; begins with {_seats(c.genesis.size)}"),
+        ("witness", PeerId(c.genesis.witness).hex()),
+        ("an aggregator serves", f"{c.rotation} outer steps"),
+        (
+            "heartbeats",
+            f"every {c.heartbeat_s:g} s; {c.timeout_s_min:g} to {c.timeout_s_max:g} s are silence",
+        ),
+        (
+            "a seat",
+            f"after {c.voter_standing_s:g} s of standing; lost after {c.voter_lease_s:g} s of silence",
+        ),
+    ]
+
+
+def _seats(size: int) -> str:
+    return "the witness alone" if size == 1 else f"{size} seats"
+
+
+def _targets(spec: RunSpec) -> list[Row]:
+    version = f"or {spec.target_version:,} outer steps" if spec.target_version else "no limit of outer steps"
+    rows = [
+        ("the run is over after", f"{spec.target_tokens:,} tokens, {version}"),
+        ("evaluation", f"every {spec.eval_every:,} versions, by {spec.evaluators_max} nodes at most"),
+    ]
+    if spec.samples.prompts:
+        rows.append(("samples", f"{spec.samples.tokens} tokens after each prompt"))
+        rows += [("", f"    {prompt!r}") for prompt in spec.samples.prompts]
+    else:
+        rows.append(("samples", "none"))
+    return rows
+
+
+def _traffic(spec: RunSpec, declared: Declared) -> list[Row]:
+    t = traffic(spec, declared)
+    up = f"{_seconds(t.up_s)} at {declared.up_mbit:g} Mbit/s, {t.up_share:.0%} of a pass"
+    down = f"{_seconds(t.down_s)} at {declared.down_mbit:g} Mbit/s"
+    return [
+        ("up, in a pass", f"{amount(t.up_bytes)} to {t.voters} voters: {up}"),
+        ("down, in a pass", f"{amount(t.down_bytes)} with {limits.planned_nodes} nodes: {down}"),
+        ("at the beginning", f"{amount(8 * spec.model.params)} of params and momentum, and data"),
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
+
+
+def _now(spec: RunSpec, now: Now) -> list[Row]:
+    log, rules = now.log, now.rules
+
+    def name(peer: bytes) -> str:
+        known = "witness" if peer == spec.committee.genesis.witness else now.names.get(PeerId(peer), "")
+        return f"{known} ({short(peer)})" if known else short(peer)
+
+    words = "over" if rules.finished else "paused by the owner" if rules.paused else "going on"
+    rows = [
+        ("the run is", words),
+        ("version", f"{rules.version:,}, entry {log.index:,}, epoch {log.epoch}"),
+        ("tokens", f"{rules.clock:,} of {rules.target_tokens:,} ({rules.clock / rules.target_tokens:.1%})"),
+        ("committee", ", ".join(name(m) for m in log.committee.members)),
+    ]
+    if rules.revoked:
+        rows.append(("revoked", ", ".join(name(p) for p in rules.revoked)))
+    for index in range(1, log.index + 1):
+        content = log.content(index)
+        if isinstance(content, OwnerEntry) and content.word.owner_sequence:
+            word = content.word
+            what = f" {word.value:,} tokens" if word.kind == "extend" else ""
+            what = f" {name(word.peer)}" if word.kind == "revoke" else what
+            rows.append(("the owner said", f"{word.kind}{what} (entry {index}, word {word.owner_sequence})"))
+    return rows

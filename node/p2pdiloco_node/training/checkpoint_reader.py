@@ -1,0 +1,76 @@
+"""A local checkpoint as the start of a run: safetensors alone, names and shapes as the config makes them.
+
+transformers reads it: families keep their params in files under other names and in other shapes than in
+memory (a mixture's experts one by one, say), and the mapping is its business. It opens files of safetensors
+without running anything, keeps the params in the files' own precision, and tells what did not fit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.training.families import family_of
+from p2pdiloco_node.training.model_choice import FILES, check_parts
+from p2pdiloco_node.training.models import derive_buffers, outline
+
+SHOWN = 3  # names in a message
+
+
+def read_checkpoint(family: str, config: Any, folder: Path) -> Any:
+    """The family's model with the params in `folder`, on the CPU in the precision of its files.
+
+    Raises: OperatorError: a file is missing or damaged, a tensor is missing, left over or of another shape,
+    or a table that is not trained by gradients differs from what the config derives.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise OperatorError(f"{folder} holds an adapter: merge it into its model and save that first.", FILES)
+    check_parts(folder)
+    derived = outline(family, config)
+    try:
+        model, info = _class_of(config).from_pretrained(
+            folder,
+            config=config,
+            dtype="auto",
+            attn_implementation="sdpa" if family_of(family).sdpa else "eager",
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # noqa: BLE001 - transformers and safetensors raise many kinds about files
+        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise OperatorError(
+            f"the checkpoint in {folder} cannot be read: {said.strip()[:300]}.", FILES
+        ) from None
+    faults = {
+        "lacks": info["missing_keys"],
+        "has, unknown to its config,": info["unexpected_keys"],
+        "has in another shape": [name for name, *_ in info["mismatched_keys"]],
+    }
+    for what, names in faults.items():
+        if names:
+            shown = ", ".join(sorted(names)[:SHOWN]) + (" and more" if len(names) > SHOWN else "")
+            raise OperatorError(f"the checkpoint in {folder} {what} {shown}: it is another model.", FILES)
+    _check_buffers(model, derived, folder)
+    return model
+
+
+def _class_of(config: Any) -> Any:
+    return AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def _check_buffers(model: Any, derived: Any, folder: Path) -> None:
+    """A run sends params alone: a table that its nodes would derive otherwise is lost."""
+    derive_buffers(derived, "cpu")
+    named = dict(derived.named_buffers())
+    for name, buffer in model.named_buffers():
+        if not torch.equal(buffer.float(), named[name].float()):
+            raise OperatorError(
+                f"the checkpoint in {folder} has a table of its own, {name}, which no gradient trains and no "
+                "run carries: it cannot be continued here.",
+                FILES,
+            )

@@ -1,0 +1,91 @@
+"""Text to the run's tokens and back, in the trainer process: what samples need of a tokenizer.
+
+A tokenizer.json comes from the run's owner and tokens from a model in training, so neither is trusted to make
+sense: what cannot be read as text becomes replacement characters, and what cannot be decoded no text at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import TokenizerSpec
+
+
+class TextCodec(Protocol):
+    def encode(self, text: str) -> list[int]:
+        """Tokens, without an end token."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text as far as there is one; never raises for any tokens."""
+        ...
+
+
+class ByteText:
+    """Each byte is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class JsonText:
+    """A tokenizer.json; special tokens are never found in text."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raises: OperatorError: it is no tokenizer, or its library is not installed."""
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise OperatorError("tokenizers is not installed: pip install 'p2pdiloco[node]'.", 3) from None
+        try:
+            self._tokenizer: Any = Tokenizer.from_buffer(data)
+            # What a file asks for in other uses: text is neither cut off nor filled up here.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self._tokenizer.encode_special_tokens = True
+        except BaseException as error:  # noqa: BLE001 - its library raises Exception itself, and panics
+            _pass_on(error)
+            raise OperatorError(f"the run's tokenizer.json cannot be used: {str(error)[:200]}.") from None
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except BaseException as error:  # noqa: BLE001 - as above
+            _pass_on(error)
+            return []
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        try:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        except BaseException as error:  # noqa: BLE001 - as above
+            _pass_on(error)
+            return ""
+
+
+def open_codec(spec: TokenizerSpec, pieces: Sequence[Path]) -> TextCodec:
+    """`pieces`: the opened frames of the tokenizer.json, in the RunSpec's order.
+
+    Raises: OperatorError: it cannot be read or is no tokenizer.
+    """
+    if spec.kind == "bytes":
+        return ByteText()
+    try:
+        if sum(piece.stat().st_size for piece in pieces) > limits.tokenizer_bytes_max:
+            raise OperatorError(f"the run's tokenizer has more than {limits.tokenizer_bytes_max >> 20} MiB.")
+        data = b"".join(piece.read_bytes() for piece in pieces)
+    except OSError as error:
+        raise OperatorError(f"the run's tokenizer cannot be read: {error}.", 6) from None
+    return JsonText(data)
+
+
+def _pass_on(error: BaseException) -> None:
+    """A panic of the Rust library is a BaseException, and harmless; these are not."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
+        raise error

@@ -1,0 +1,98 @@
+"""The run's first params, made by a process that has torch: initialised, or read from a local checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import ModelSpec, TensorSpec
+from p2pdiloco.wire.codec import Struct, decode, encode
+from p2pdiloco_node.training.arrays import Floats, read_array
+from p2pdiloco_node.training.model_choice import ModelChoice
+from p2pdiloco_node.training.presets import config_bytes
+from p2pdiloco_node.training.supervisor import trainer_environment
+
+GENESIS = (sys.executable, "-P", "-m", "p2pdiloco_node.training.genesis")
+KNOWN_WHY = 9  # exit code of genesis: its last line is a sentence for people
+RESOURCES = 6
+
+
+class GenesisOrder(Struct, frozen=True):
+    """What the process is told, on its standard input."""
+
+    family: str
+    config: bytes  # JSON arguments of the family's class, as the owner gave them
+    seq_len: int  # tokens of a training sequence
+    checkpoint: str  # folder; empty: initialise
+    seed: int
+    params: str  # file to write: raw little-endian float32
+
+
+class GenesisMade(Struct, frozen=True):
+    """What it answers on its standard output."""
+
+    config: bytes  # every argument, in the form of a RunSpec
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=limits.array_items_max)]
+    notes: tuple[str, ...]  # for people
+
+
+async def make_version_0(
+    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path | None = None
+) -> tuple[ModelSpec, Floats, tuple[str, ...]]:
+    """The RunSpec's model, its params (params,) and what the owner should know.
+
+    `vocab_size`: of the tokenizer. `folder`: where there is room for the params for a moment.
+
+    Raises: OperatorError: it failed; says why.
+    """
+    arguments = choice.arguments(vocab_size)
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-genesis-", dir=folder) as work:
+        path = Path(work) / "params.f32"
+        order = GenesisOrder(
+            family=choice.family,
+            config=config_bytes(arguments),
+            seq_len=choice.seq_len,
+            checkpoint=str(choice.checkpoint.resolve()) if choice.checkpoint else "",
+            seed=seed,
+            params=str(path),
+        )
+        made = decode(await _run(encode(order)), GenesisMade, bytes_max=limits.run_spec_bytes_max)
+        spec = ModelSpec(
+            family=choice.family,
+            preset=choice.name,
+            config=made.config,
+            vocab_size=vocab_size,
+            seq_len=choice.seq_len,
+            tensors=made.tensors,
+        )
+        return spec, await asyncio.to_thread(read_array, path, spec.params), made.notes
+
+
+async def _run(order: bytes) -> bytes:
+    process = await asyncio.create_subprocess_exec(
+        *GENESIS,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=trainer_environment(1),
+    )
+    try:
+        made, said = await process.communicate(order)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == 0:
+        return made
+    last = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+    if process.returncode == KNOWN_WHY:
+        raise OperatorError(f"version 0 is not made: {last[:1000]}")
+    hint = "pip install 'p2pdiloco[node]'" if "No module named" in last else "free memory, try again"
+    raise OperatorError(f"version 0 could not be made ({last[:300]}): {hint}.", RESOURCES)

@@ -1,0 +1,75 @@
+"""What people read about a long work."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from p2pdiloco_node.corpus.progress import Bar, Lines, Pace, amount, in_short
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_rate_and_time_to_go_are_of_this_call() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    assert pace.words("Reading", 5e9, 10e9, "bytes") == "50 %"
+    clock.now += 10
+    # What an earlier call had done is in the share, and not in the rate.
+    assert pace.words("Reading", 5.5e9, 10e9, "bytes") == "55 %, 50.0 MB/s, 2 min to go"
+    assert pace.words("Writing shards", 3, 10, "shards") == "30 %", "another step begins anew"
+    clock.now += 4
+    assert pace.words("Writing shards", 9, 10, "shards") == "90 %, 1.5 shards/s, 1 s to go"
+    assert pace.words("Training", 0.0, 1.0, "") == ""
+    assert pace.words("Streaming", 0, 0, "bytes") == "0 bytes so far"
+    clock.now += 10
+    assert pace.words("Streaming", 2e6, 0, "bytes") == "2.0 MB so far, 200.0 KB/s"
+
+
+def test_a_bar_shows_the_step_that_is_under_way() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bar = Bar(console)
+    with bar.bars:
+        bar.progress("Reading", 30, 100, "bytes")
+        bar.progress("Training", 0.0)
+        bar.say("A [sentence].")
+        bar.progress("Writing shards", 3, 4, "shards")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "A [sentence]." in shown
+    assert "Writing shards" in shown
+    assert "75 %" in shown
+    assert len(bar.bars.tasks) == 1
+
+
+def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    for done in range(0, 100, 10):
+        lines.progress("Reading", done * 1e6, 1e8, "bytes")
+        clock.now += 4
+    lines.progress("Training", 0.0)
+    lines.progress("Training", 1.0)
+    lines.say("A sentence.")
+    assert capsys.readouterr().out.splitlines() == [
+        "Reading ...",
+        "Reading: 30 %, 2.5 MB/s, 28 s to go",
+        "Reading: 60 %, 2.5 MB/s, 16 s to go",
+        "Reading: 90 %, 2.5 MB/s, 4 s to go",
+        "Training ...",
+        "A sentence.",
+    ]
+
+
+def test_amounts_and_times() -> None:
+    assert [amount(n) for n in (0, 999, 1500, 2_340_000, 12.3e9)] == [
+        "0 bytes", "999 bytes", "1.5 KB", "2.3 MB", "12.3 GB",
+    ]  # fmt: skip
+    assert [in_short(s) for s in (4.4, 89, 600, 7200)] == ["4 s", "89 s", "10 min", "2.0 h"]

@@ -1,0 +1,139 @@
+"""Tokenizers: what `--tokenizer` may say, the same BPE for the same texts, and no special tokens in text."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.corpus.tokenizer import (
+    BPE,
+    BYTES,
+    END_OF_TEXT,
+    FILE,
+    ByteTokens,
+    Choice,
+    JsonTokens,
+    parse_choice,
+    read_file,
+    train_bpe,
+)
+
+TEXTS = [f"the swarm number {i} trains one model together {END_OF_TEXT} — über {i % 7}\n" for i in range(200)]
+TRAIN = """
+import sys
+from p2pdiloco_node.corpus.tokenizer import train_bpe
+sys.stdout.buffer.write(train_bpe(sys.stdin.buffer.read().decode().split("\\0"), 300))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained() -> bytes:
+    return train_bpe(TEXTS, 300)
+
+
+def test_bytes_are_tokens() -> None:
+    tokens = ByteTokens()
+    assert (tokens.vocabulary.size, tokens.vocabulary.end_token, tokens.vocabulary.token_bytes) == (256, 0, 1)
+    assert [t.tolist() for t in tokens.encode([b"ab", "é".encode()])] == [[97, 98], [195, 169]]
+    assert tokens.text_bytes(np.zeros(5, np.uint8)) == 5
+
+
+def test_a_trained_tokenizer_gives_every_text_back(trained: bytes) -> None:
+    tokens = JsonTokens(trained)
+    assert (tokens.vocabulary.size, tokens.vocabulary.end_token, tokens.vocabulary.token_bytes) == (300, 0, 2)
+    texts = [text.encode() for text in [*TEXTS, "日本語 😀\r\n\t  x", "\x01\x7f"]]
+    encoded = tokens.encode(texts)
+    assert [tokens.text_bytes(one) for one in encoded] == [len(text) for text in texts]
+    assert all(one.dtype == np.dtype("<u2") for one in encoded)
+    assert sum(map(len, encoded)) < sum(map(len, texts)) / 2
+
+
+def test_text_cannot_spell_the_end_token(trained: bytes) -> None:
+    (tokens,) = JsonTokens(trained).encode([f"a{END_OF_TEXT}b".encode()])
+    assert 0 not in tokens.tolist()
+
+
+def test_groups_do_not_change_tokens(trained: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = JsonTokens(trained)
+    texts = [text.encode() for text in TEXTS]
+    whole = [one.tolist() for one in tokens.encode(texts)]
+    monkeypatch.setattr("p2pdiloco_node.corpus.tokenizer.ENCODED_BYTES", 100)
+    assert [one.tolist() for one in tokens.encode(texts)] == whole
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_training_does_not_depend_on_threads_or_hash_seeds(trained: bytes, threads: int) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", TRAIN], input="\0".join(TEXTS).encode(), capture_output=True, check=True,
+        env=os.environ | {"RAYON_NUM_THREADS": str(threads), "PYTHONHASHSEED": str(threads)},
+    )  # fmt: skip
+    assert found.stdout == trained
+
+
+def test_a_small_text_has_fewer_pairs() -> None:
+    assert JsonTokens(train_bpe(["abab"], 1000)).vocabulary.size == 256 + 1 + 1
+
+
+def test_a_file_s_end_token_is_known_by_name_or_from_beside_it(trained: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    other = trained.replace(b"<|endoftext|>", b"<mine>")
+    path.write_bytes(other)
+    with pytest.raises(
+        OperatorError, match=r"no token that ends a document .*: name it as eos_token in a tok"
+    ):
+        JsonTokens(*read_file(path))
+    for named in ("<mine>", {"content": "<mine>", "special": True}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        assert JsonTokens(*read_file(path)).vocabulary.end_token == 0
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(OperatorError, match="is not JSON"):
+        read_file(path)
+
+
+def test_a_file_s_own_truncation_and_padding_do_not_hold_here(trained: bytes) -> None:
+    opened = json.loads(trained)
+    opened["truncation"] = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    tokens = JsonTokens(json.dumps(opened).encode())
+    assert len(tokens.encode([b"abcdefgh", b"a"])[0]) > 3
+
+
+def test_what_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OperatorError, match=r"tokenizer\.json cannot be used"):
+        JsonTokens(b"{}")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(bytes(100))
+    monkeypatch.setattr(limits, "tokenizer_bytes_max", 99)
+    with pytest.raises(OperatorError, match="has more than"):
+        read_file(path)
+
+
+def test_ids_are_bounded(trained: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "tokenizer_ids_max", 299)
+    with pytest.raises(OperatorError, match="ids up to 299; 299 are the most"):
+        JsonTokens(trained)
+
+
+def test_choices(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    assert parse_choice("bytes") == Choice(BYTES)
+    assert parse_choice("bpe:4096") == Choice(BPE, vocab_size=4096)
+    assert parse_choice(str(file)) == Choice(FILE, path=file)
+    assert parse_choice(str(tmp_path)) == Choice(FILE, path=file)
+
+
+@pytest.mark.parametrize(
+    "text", ["bpe", "bpe:", "bpe:x", "bpe:257", "bpe:9999999", "bpe:-4", "wordpiece", "none.json"]
+)
+def test_choices_that_there_are_not(text: str) -> None:
+    with pytest.raises(OperatorError) as caught:
+        parse_choice(text)
+    assert caught.value.exit_code == 2

@@ -1,0 +1,107 @@
+"""The owner's tool without a swarm: what a key has signed, whom a word names, where a run is."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.ids import PeerId, RunId
+from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.state import genesis_state
+from p2pdiloco.sim.keys import FastSigner
+from p2pdiloco.sim.tiny_run import tiny_run
+from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.owner.ledger import Ledger, Signed
+from p2pdiloco_node.owner.seen_run import Host, SeenRun, link_of
+from p2pdiloco_node.owner.words import find_peer
+
+RUN = RunId(b"r" * 32)
+
+
+def test_a_ledger_remembers_for_each_run(tmp_path: Path) -> None:
+    key = tmp_path / "owner.key"
+    assert Ledger(key).of(RUN) == Signed()
+    Ledger(key).note(RUN, Signed(2, 9))
+    Ledger(key).note(RunId(b"s" * 32), Signed(0, 1))
+    assert Ledger(key).of(RUN) == Signed(2, 9)
+    assert Ledger(key).of(RunId(b"s" * 32)) == Signed(0, 1)
+    assert stat.S_IMODE((tmp_path / "owner.key.signed").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": {"epoch": -1}}', '{"a": {"term": 1}}', "x" * 2**21])
+def test_a_damaged_ledger_is_said_and_nothing_is_signed_over_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "owner.key.signed").write_text(content)
+    with pytest.raises(OperatorError, match="put it back from a backup"):
+        Ledger(tmp_path / "owner.key").note(RUN, Signed(1, 1))
+    assert (tmp_path / "owner.key.signed").read_text() == content
+
+
+def seen_with(**names: str) -> SeenRun:
+    tiny = tiny_run(FastSigner("owner"), FastSigner("witness").peer_id)
+    seen: Any = SeenRun.__new__(SeenRun)
+    seen.run, seen.spec, seen.urls = tiny.run, tiny.spec, ["http://x"]
+    peers = {name: PeerId(bytes.fromhex(start.ljust(64, "0"))) for name, start in names.items()}
+    seen.hosts = {peer: Host(peer, name, witness=False, urls=()) for name, peer in peers.items()}
+
+    class Log:
+        states = (genesis_state(tiny.spec),)
+        log = RunLog(tiny.run, tiny.spec)
+
+    seen._log = Log()
+    return seen  # type: ignore[no-any-return]
+
+
+def test_a_peer_is_named_by_its_id_its_beginning_or_its_name() -> None:
+    seen = seen_with(ada="abcd1", bob="abcd2", eve="ffff")
+    eve = PeerId(bytes.fromhex("ffff".ljust(64, "0")))
+    for words in ("eve", "EVE", "ffff", "ffff0000", eve.hex()):
+        assert find_peer(seen, words) == eve
+    assert find_peer(seen, "witness") == seen.spec.committee.genesis.witness
+    assert find_peer(seen, "12" * 32) == bytes.fromhex("12" * 32)  # one that was never heard of
+    with pytest.raises(OperatorError, match=r"names 2 peers: ada \(abcd1.*bob \(abcd2"):
+        find_peer(seen, "abcd")
+    for words in ("fff", "mallory", "zz" * 32):
+        with pytest.raises(OperatorError, match="No peer"):
+            find_peer(seen, words)
+
+
+def test_a_run_is_named_by_its_link_or_by_a_folder_whose_daemon_runs(tmp_path: Path) -> None:
+    assert link_of("http://h:1/#" + "ab" * 32).run == bytes.fromhex("ab" * 32)
+    with pytest.raises(OperatorError, match="start its tracker"):
+        link_of(str(tmp_path))
+    (tmp_path / "witness").mkdir()
+    (tmp_path / "witness" / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:7", "pid": 1}))
+    assert link_of(str(tmp_path)).url == "http://127.0.0.1:7"
+    with pytest.raises(OperatorError, match="has no scheme"):
+        link_of("h:1")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["pause", "http://127.0.0.1:9/"], 4, "Nobody answers: tried http://127.0.0.1:9 (refused)"),
+        (["extend", "http://127.0.0.1:9/", "--tokens", "some"], 2, "not a number of tokens"),
+        (["finish", "http://127.0.0.1:9/"], 2, "say so with --yes"),
+        (["pause", "http://127.0.0.1:9/", "--wait-s", "0"], 2, "--wait-s is above 0"),
+        (["recover", "127.0.0.1:9"], 2, "has no scheme"),
+        (["revoke", "http://127.0.0.1:9/"], 2, ""),
+        (["pause", "http://127.0.0.1:9/", "--peers", ""], 2, "list of peers is empty"),
+        (["fork", "http://127.0.0.1:9/", "--out", "o", "--set", "model.model=x"], 2, "model is the parent's"),
+        (["new", "--out", "o"], 2, "--name is missing"),
+        (["new", "--out", "o", "--name", "x"], 2, "--model is missing"),
+    ],
+)
+def test_slips_at_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str],
+    code: int, sentence: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    assert run_command(["run", *words]) == code
+    assert sentence in capsys.readouterr().err
+    assert not [p for p in tmp_path.iterdir() if p.name == "o"]

@@ -1,0 +1,166 @@
+"""Scenario R5: what a node will need, said and judged before any download."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import InnerSpec, ModelSpec, RunSpec, TensorSpec
+from p2pdiloco.sim.keys import FastSigner
+from p2pdiloco.sim.tiny_run import tiny_run
+from p2pdiloco_node.training.machine import Machine
+from p2pdiloco_node.training.memory_plan import (
+    GIB,
+    RESOURCES,
+    MemoryPlan,
+    Wishes,
+    amount,
+    check,
+    in_words,
+    plan_memory,
+    plan_trainer,
+)
+from p2pdiloco_node.training.presets import inner_spec, model_spec
+
+TIB = 1024 * GIB
+
+
+def run_of(preset: str, params: int, **inner: Any) -> RunSpec:
+    """A run of that preset's dimensions; its tensors stand for all `params`."""
+    owner = FastSigner("owner")
+    model = model_spec(preset, (TensorSpec("w", (params // 1000, 1000)),))
+    loop: InnerSpec = msgspec.structs.replace(inner_spec(preset, 10**9), **inner)
+    spec = tiny_run(owner, owner.peer_id).spec
+    outer = msgspec.structs.replace(spec.outer, codec="int4")
+    return msgspec.structs.replace(spec, model=model, inner=loop, outer=outer)
+
+
+M110, B1, B7 = (
+    run_of("llama:110m", 113_000_000),
+    run_of("llama:1b", 993_000_000),
+    run_of("llama:7b", 6_478_000_000),
+)
+
+
+def gpu(gib: float, *, ram: float = 1024, disk: float = 1024) -> Machine:
+    return Machine("a GPU", round(gib * GIB), round(ram * GIB), round(disk * GIB), "/data")
+
+
+def cpu(gib: float) -> Machine:
+    return Machine("", None, round(gib * GIB), TIB, "/data")
+
+
+def ways(plan: MemoryPlan) -> tuple[int, bool, str]:
+    return plan.micro_batch, plan.checkpointing, plan.offload
+
+
+def test_a_large_gpu_needs_no_saving() -> None:
+    plan = plan_memory(M110, gpu(80))
+    assert not plan.missing
+    assert ways(plan)[1:] == (False, "none")
+    assert plan.micro_batch * 1024 <= 32768
+    assert M110.inner.sequences_per_step % plan.micro_batch == 0
+    assert plan.gpu > 20 * 113_000_000  # params, gradients, moments, anchor, evaluation: 24 bytes each
+
+
+def test_the_smaller_the_gpu_the_more_is_saved() -> None:
+    """In order: the micro-batch down to a good size, the anchor to the host, checkpointing, the moments."""
+    seen = [plan_memory(B1, gpu(gib)) for gib in (80, 32, 24, 20, 12)]
+    assert not any(plan.missing for plan in seen)
+    needs = [plan.gpu for plan in seen]
+    assert needs == sorted(needs, reverse=True)
+    assert [plan.offload for plan in seen] == ["none", "anchor", "anchor", "anchor", "moments"]
+    assert [plan.checkpointing for plan in seen] == [False, False, True, True, True]
+    moved = seen[-1].ram - seen[0].ram
+    assert moved >= 16 * 993_000_000  # moments, anchor and evaluated params are on the host
+
+
+def test_what_does_not_fit_is_refused_with_the_missing_amount() -> None:
+    plan = plan_memory(B7, gpu(24, ram=64, disk=10))
+    assert set(plan.missing) == {"on the GPU", "of RAM", "on the disk"}
+    with pytest.raises(OperatorError) as refused:
+        check(plan, "big")
+    assert refused.value.exit_code == RESOURCES
+    said = str(refused.value)
+    assert f"{amount(plan.missing['on the GPU'])} more than is free" in said
+    assert "--data-dir" in said
+    assert "Run big does not fit" in said
+    # With so much more it fits.
+    more = plan.missing
+    machine = Machine(
+        "a GPU",
+        24 * GIB + more["on the GPU"],
+        64 * GIB + more["of RAM"],
+        10 * GIB + more["on the disk"],
+        "/data",
+    )
+    assert not plan_memory(B7, machine).missing
+    check(plan_memory(B7, machine), "big")
+
+
+def test_wishes_are_kept() -> None:
+    wishes = Wishes(micro_batch=3, checkpointing="on", offload="anchor")
+    assert ways(plan_memory(M110, gpu(80), wishes)) == (3, True, "anchor")
+    assert ways(plan_memory(M110, gpu(80), Wishes(offload="moments")))[2] == "moments"
+    never = plan_memory(B1, gpu(12), Wishes(checkpointing="off", offload="none"))
+    assert ways(never)[1:] == (False, "none")
+    assert never.missing
+    # More than a batch has is the batch.
+    assert plan_memory(M110, gpu(80), Wishes(micro_batch=9999)).micro_batch == 64
+
+
+def test_on_a_cpu_everything_is_ram() -> None:
+    plan = plan_memory(M110, cpu(64))
+    assert plan.gpu == 0
+    assert plan.offload == "none"
+    assert plan.micro_batch * 1024 <= 8192
+    small = plan_memory(M110, cpu(10))
+    assert small.missing == {} or "of RAM" in small.missing
+    assert small.ram < plan.ram
+    assert "of RAM" in plan_memory(M110, cpu(4)).missing
+    # The demo's model: its whole batch at once, on anything.
+    assert ways(plan_memory(run_of("llama:1m", 970_000), cpu(2))) == (8, False, "none")
+
+
+def test_a_trainer_refuses_a_gpu_alone() -> None:
+    """RAM and disk hold by then what it is about to read."""
+    assert plan_trainer(M110, gpu(80, ram=0.1, disk=0.1), Wishes()).missing
+    with pytest.raises(OperatorError, match="does not fit on this machine"):
+        plan_trainer(B7, gpu(8), Wishes())
+
+
+def test_a_sparse_codec_keeps_more() -> None:
+    sparse = msgspec.structs.replace(M110, outer=msgspec.structs.replace(M110.outer, codec="topk64"))
+    assert plan_memory(sparse, gpu(80)).ram - plan_memory(M110, gpu(80)).ram > 7 * 113_000_000
+
+
+def test_experts_and_long_sequences_cost_activations() -> None:
+    def gpu_bytes(preset: str, **inner: Any) -> int:
+        return plan_memory(run_of(preset, 10**6, **inner), gpu(500), Wishes(micro_batch=4)).gpu
+
+    assert gpu_bytes("mixtral:8x20m") > gpu_bytes("llama:20m")
+    model = M110.model
+    long = msgspec.structs.replace(M110, model=msgspec.structs.replace(model, seq_len=4 * model.seq_len))
+    assert plan_memory(long, gpu(500), Wishes(4)).gpu > plan_memory(M110, gpu(500), Wishes(4)).gpu
+
+
+def test_the_table_adds_up() -> None:
+    plan = plan_memory(B1, gpu(18))
+    lines = in_words(plan)
+    assert lines[0].split() == ["GPU", "RAM", "disk"]
+    assert lines[-3].split()[:2] == ["in", "all"]
+    assert amount(plan.gpu) in lines[-3]
+    assert amount(18 * GIB) in lines[-2]
+    assert "checkpointing" in lines[-1]
+    assert len({len(line) for line in lines[:-3]} | {len(lines[-3])}) == 1
+    assert "GPU" not in "".join(in_words(plan_memory(M110, cpu(64))))
+
+
+def test_a_config_that_says_nothing_is_planned_all_the_same() -> None:
+    """The trainer will refuse it; the plan must not fall over it."""
+    empty = ModelSpec("llama", "x", json.dumps({}).encode(), 256, 128, (TensorSpec("w", (10, 10)),))
+    assert plan_memory(msgspec.structs.replace(M110, model=empty), cpu(8)).ram > 0
