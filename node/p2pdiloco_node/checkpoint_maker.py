@@ -81,6 +81,7 @@ class CheckpointMaker:
         self._seen_at: dict[int, float] = {}  # versions that wait for their evaluation
         self._made_at = float("-inf")
         self._took_s = 0.0
+        self._dropped_after: int | None = None
 
     def entry(self, index: int, content: EntryContent, when_unix: float) -> None:
         """A certified entry, once each; from the first on again where entries were dropped."""
@@ -96,6 +97,10 @@ class CheckpointMaker:
         self._marks[content.version] = Mark(index, self._tally.copy(), when_unix)
         while len(self._marks) > MARKS:
             self._marks.popitem(last=False)
+
+    def went_back(self, version: int) -> None:
+        """Versions after this one were dropped: those on the shelf go before anything else is made."""
+        self._dropped_after = version if self._dropped_after is None else min(self._dropped_after, version)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -113,6 +118,10 @@ class CheckpointMaker:
 
     async def look(self) -> None:
         """Make the checkpoint that is due, if one is."""
+        if self._dropped_after is not None:
+            after, self._dropped_after = self._dropped_after, None
+            self._tried = {version for version in self._tried if version <= after}
+            await asyncio.to_thread(self._shelf.forget_after, after)
         participant = self._participant
         node = participant.node
         if node is None:

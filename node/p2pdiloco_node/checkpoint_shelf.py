@@ -109,6 +109,11 @@ class CheckpointShelf:
         self._offer(sorted([*others, checkpoint], key=lambda c: c.version))
         return checkpoint
 
+    def forget_after(self, version: int) -> None:
+        """The owner's recovery dropped these versions: others will have their numbers."""
+        for checkpoint in [c for c in self._offered if c.version > version]:
+            self._drop(checkpoint)
+
     def _told(self, _values: int) -> None:
         if self._stop.is_set():
             raise _Stopped("the tracker ends")

@@ -206,11 +206,14 @@ class Tracker:
                 flush=True,
             )
 
-    async def _new_builder(self, started_unix: float) -> StatusBuilder:
-        """The page's history as the database has it; the log is fed to it from its beginning."""
-        builder = StatusBuilder(
+    def _bare_builder(self, started_unix: float) -> StatusBuilder:
+        return StatusBuilder(
             self._run, self._spec, join=self._join, build=__version__, started_unix=started_unix
         )
+
+    async def _new_builder(self, started_unix: float) -> StatusBuilder:
+        """The page's history as the database has it; the log is fed to it from its beginning."""
+        builder = self._bare_builder(started_unix)
         kept = await self._db.load()
         builder.restore(
             versions=kept.versions,
@@ -367,7 +370,10 @@ class Tracker:
 
     def _cut(self, index: int) -> None:
         """The owner's recovery dropped the entries after `index`: the page forgets them within a second."""
+        node = self.participant.node
+        assert node is not None, "begun"
         self._cut_to = index if self._cut_to is None else min(self._cut_to, index)
+        self._maker.went_back(node.log.version_at(index))
 
     async def _go_back(self, index: int) -> None:
         """A builder that never heard of what was dropped; its counts begin with the log."""
@@ -378,8 +384,8 @@ class Tracker:
             await self._db.forget_after(node.log.version_at(index))
             builder = await self._new_builder(self.builder.started_unix)
         except OperatorError as error:
-            self.telemetry.say("history", f"The page's history still has what was dropped: {error}")
-            return
+            self.telemetry.say("history", f"The page begins its history anew: {error}")
+            builder = self._bare_builder(self.builder.started_unix)
         self.builder, self._fed, self._version = builder, 0, 0
         self._roots.clear()
         self._replay()

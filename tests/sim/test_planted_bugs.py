@@ -17,16 +17,20 @@ from p2pdiloco.protocol import node as node_module
 from p2pdiloco.protocol.actions import Action, SaveRecord, Send, VoterRecord
 from p2pdiloco.protocol.ballot import Ballot
 from p2pdiloco.protocol.election import Election
+from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.node import Node
+from p2pdiloco.protocol.snapshot_sync import SnapshotSync
 from p2pdiloco.rules.outer_step import Candidate, plan_outer_step
 from p2pdiloco.rules.state import after_outer_step, rules_digest
 from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.machine import Machine
+from p2pdiloco.sim.schedules import run_schedule
 from p2pdiloco.sim.stage import Stage
 from p2pdiloco.sim.swarm import SeedReport, run_seed
 from p2pdiloco.sim.world import World
 from p2pdiloco.wire.codec import encode
-from p2pdiloco.wire.log import Membership, OuterStep, body_digest, open_body, state_root
+from p2pdiloco.wire.log import Membership as MembershipEntry
+from p2pdiloco.wire.log import OuterStep, body_digest, open_body, state_root
 from p2pdiloco.wire.messages import LastAck, Proposal, Vote
 from p2pdiloco.wire.signing import proposal_statement
 from p2pdiloco_node.simulate import generator
@@ -73,7 +77,7 @@ class GoesOn(Election):
     """The old committee's leader leads the new one without a vote."""
 
     def installed(self, content: Any, term: int, *, last: bool, current: bool) -> None:
-        if not isinstance(content, Membership):
+        if not isinstance(content, MembershipEntry):
             super().installed(content, term, last=last, current=current)
 
 
@@ -139,6 +143,48 @@ def test_a_rule_left_out_is_found(
     assert rule in report.violation
     monkeypatch.undo()
     assert run_seed(report.seed, generator(report.seed), Node).violation == ""
+
+
+# Bugs around a recovery show in the lives that are written for it.
+
+
+class StaysWhereItIs(SnapshotSync):
+    """The state is not taken back when its entries are dropped."""
+
+    def go_back(self) -> None:
+        pass
+
+
+class VotesOn(Election):
+    """A voter that knows of a newer epoch goes on voting in the one that its log is in."""
+
+    def may_vote(self) -> bool:
+        whole = self._log.index >= self._ballot.ack_index - 1
+        return self.is_voter and whole and self._ballot.may_vote(self._log.committee)
+
+
+class HoldsOldAcks(Membership):
+    """What was acked in an ended epoch is held against its voter: it looks like a restored disk."""
+
+    def epoch_began(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "schedule", "rule"),
+    [
+        ("SnapshotSync", StaysWhereItIs, "old_majority_comes_back", "an outer step out of turn"),
+        ("Election", VotesOn, "forged_recovery", "a vote is saved before it is said"),
+        ("Membership", HoldsOldAcks, "two_recoveries", "expected: 3 more versions"),
+    ],
+)
+def test_a_rule_of_recoveries_left_out_is_found(
+    name: str, kind: type, schedule: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, name, kind)
+    assert rule in run_schedule(schedule, generator(1), Node).violation
+    monkeypatch.undo()
+    assert run_schedule(schedule, generator(1), Node).violation == ""
 
 
 # A voter that acks twice shows only under an aggregator that asks twice.

@@ -36,8 +36,10 @@ CORE = (  # of p2pdiloco: what a run imports
 )  # fmt: skip
 MODEL = (  # of p2pdiloco_node, for arms with a model
     "lab/model.py", "lab/compiling.py", "lab/networks.py", "lab/text.py",
-    "training/inner_loop.py", "training/models.py", "training/data.py",
-    "training/device.py", "training/presets.py",
+    "training/activations.py", "training/adamw.py", "training/data.py", "training/device.py",
+    "training/families.py", "training/inner_loop.py", "training/losses.py", "training/machine.py",
+    "training/memory_plan.py", "training/models.py", "training/presets.py", "training/shapes.py",
+    "training/shard_plan.py",
     "corpus/documents.py", "corpus/held_out.py", "corpus/in_memory.py", "corpus/readers.py",
     "corpus/sources.py", "corpus/streams.py", "corpus/tables.py", "corpus/token_input.py",
 )  # fmt: skip

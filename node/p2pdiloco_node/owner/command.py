@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +16,7 @@ from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import USAGE, JoinLink, parse_peers
-from p2pdiloco_node.corpus.progress import Told, shown
+from p2pdiloco_node.corpus.progress import Quiet, Told, shown
 from p2pdiloco_node.owner.fork import fork
 from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
@@ -43,6 +43,11 @@ class Reach(NamedTuple):
         return self.owner_key or owner_key_path()
 
 
+def _told(as_json: bool) -> AbstractContextManager[Told]:
+    """What is under way is shown, unless standard output belongs to the JSON."""
+    return nullcontext(Quiet()) if as_json else shown()
+
+
 def _with_run(reach: Reach, told: Told, work: Callable[[SeenRun], Awaitable[T]]) -> T:
     """Raises: OperatorError."""
 
@@ -60,7 +65,7 @@ def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = True)
         _agreed(f"`{wanted.kind}` cannot be taken back.")
     if not 0 < reach.wait_s <= 86400:
         raise OperatorError("--wait-s is above 0 and at most 86400.", USAGE)
-    with shown() as told:
+    with _told(as_json) as told:
         said = _with_run(reach, told, lambda seen: say_word(seen, wanted, reach.key, wait_s=reach.wait_s))
     if as_json:
         nothing = {"kind": wanted.kind, "effect": said}
@@ -83,7 +88,7 @@ def print_recovered(
             _agreed("A recovery cannot be taken back.")
         return True
 
-    with shown() as told:
+    with _told(as_json) as told:
         done = _with_run(
             reach, told,
             lambda seen: recover(
@@ -115,13 +120,13 @@ def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:
     kept = spec_in(path) if "://" not in reach.where and path.exists() else None
     link, now = "", None
     if kept is None:
-        link, found, now = _seen_now(reach)
+        link, found, now = _seen_now(reach, as_json)
         run, spec = found
     else:
         run, spec = kept
         if path.is_dir():
             with suppress(OperatorError):  # no daemon serves it now: the RunSpec is what there is
-                link, _, now = _seen_now(reach)
+                link, _, now = _seen_now(reach, as_json)
     if as_json:
         print(json.dumps(as_plain(run, spec, declared, link=link, now=now)))
         return 0
@@ -135,14 +140,14 @@ def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:
     return 0
 
 
-def _seen_now(reach: Reach) -> tuple[str, tuple[RunId, RunSpec], Now]:
+def _seen_now(reach: Reach, as_json: bool) -> tuple[str, tuple[RunId, RunSpec], Now]:
     async def look(seen: SeenRun) -> tuple[str, tuple[RunId, RunSpec], Now]:
         await seen.catch_up()
         names = {peer: host.name for peer, host in seen.hosts.items()}
         link = f"{seen.urls[0]}/#{seen.run.hex()}"
         return link, (seen.run, seen.spec), Now(seen.log, seen.rules, names)
 
-    with shown() as told:
+    with _told(as_json) as told:
         return _with_run(reach, told, look)
 
 
@@ -152,7 +157,7 @@ def print_forked(
     """Make a fork and print how to serve it. Raises: OperatorError."""
     folder = Path(reach.where).expanduser()
     source: JoinLink | Path = folder if "://" not in reach.where and folder.is_dir() else link_of(reach.where)
-    with shown() as told:
+    with _told(as_json) as told:
         made = asyncio.run(
             fork(source, version, out, parts, owner_key=reach.key, declared=declared, told=told)
         )

@@ -302,3 +302,27 @@ async def test_a_chunk_that_is_gone_is_said_and_not_tried_for_ever(stage: Stage,
     assert [r.message for r in caplog.records] == ["Version 16 is not offered for download: blob is not here"]
     assert stage.said == []
     assert stage.versions == []
+
+
+async def test_versions_that_a_recovery_dropped_are_offered_no_more_and_may_come_again(
+    stage: Stage, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        stage.steps(16)
+        stage.evaluated[stage.version] = 2.5
+        stage.now += limits.checkpoint_interval_s_min
+        await stage.maker.look()
+    assert stage.versions == [16, 32]
+    stage.maker.went_back(40)
+    await stage.maker.look()
+    assert stage.versions == [16, 32]
+    stage.keeper.snapshots = stage.keeper.snapshots[:1]
+    stage.maker.went_back(20)
+    await stage.maker.look()
+    assert stage.versions == [16]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["v16"]
+    stage.state = msgspec.structs.replace(stage.state, version=20)
+    stage.steps(12)
+    stage.now += limits.checkpoint_interval_s_min
+    await stage.maker.look()
+    assert stage.versions == [16, 32]

@@ -382,30 +382,6 @@ async def test_head_and_bad_names(ends: Any, http: aiohttp.ClientSession) -> Non
             assert answer.status in (400, 404)
 
 
-async def test_a_fetch_goes_on_at_another_donor(ends: Any) -> None:
-    one, two, three = await ends(3)
-    for donor in (two, three):
-        donor.blobs.put(NAME, DATA, Purpose.SHARD)
-    one.blobs.append_part(NAME, 0, DATA[:1_000_000], len(DATA), Purpose.SHARD)
-    await two.listener.__aexit__(None, None, None)
-    await one.client.fetch(NAME, len(DATA), [two.peer, three.peer], Purpose.SHARD)
-    assert one.blobs.read(NAME) == DATA
-    assert one.client.traffic.down_data == 500_000
-
-
-async def test_busy_donors_name_others(ends: Any) -> None:
-    one, two, three = await ends(3)
-    for donor in (two, three):
-        donor.blobs.put(NAME, DATA, Purpose.SHARD)
-    two.named = [three.peer]
-    with ExitStack() as places:
-        for _ in range(limits.uploads_per_node_max):
-            places.enter_context(two.server._blob_routes._outlet.held("192.0.2.1"))
-        await one.client.fetch(NAME, len(DATA), [two.peer], Purpose.SHARD)
-    assert three.server.traffic.up_data == len(DATA)
-    assert one.client.strikes.listed() == {}
-
-
 @pytest.mark.parametrize(
     ("purpose", "at_once"),
     [(Purpose.SNAPSHOT, limits.uploads_per_node_max), (Purpose.SHARD, limits.shards_served_max)],
@@ -433,46 +409,6 @@ async def test_a_herd_gets_it_with_a_few_at_a_time(ends: Any, purpose: Purpose, 
     )  # fmt: skip
     assert all(other.blobs.has(NAME) for other in others)
     assert most == at_once
-
-
-async def test_a_donor_that_does_not_answer_is_asked_behind_the_others(ends: Any) -> None:
-    """A dead peer costs one try, not one for each of a thousand shards; it may come back."""
-    one, two, three = await ends(3)
-    for end in (two, three):
-        end.blobs.put(NAME, DATA, Purpose.SHARD)
-    other = digest_of(b"other")
-    three.blobs.put(other, b"other", Purpose.SHARD)
-    await two.listener.__aexit__(None, None, None)
-    asked = []
-    read = one.client._fetcher._read
-
-    async def watched(url: str, donor: Any, *rest: Any) -> None:
-        asked.append(donor)
-        await read(url, donor, *rest)
-
-    one.client._fetcher._read = watched
-    await one.client.fetch(NAME, len(DATA), [two.peer, three.peer], Purpose.SHARD)
-    await one.client.fetch(other, 5, [two.peer, three.peer], Purpose.SHARD)
-    assert asked == [two.peer, three.peer, three.peer]
-
-
-async def test_deltas_on_their_way_are_known(ends: Any, until: Any) -> None:
-    """So that data shards can give way to them."""
-    one, two = await ends(2)
-    one.blobs.put(NAME, DATA)
-    two.server.allow(NAME, len(DATA), one.peer)
-    assert not one.client.deltas_on_the_way
-    upload = asyncio.create_task(one.client.upload(two.peer, NAME, len(DATA)))
-    await until(lambda: one.client.deltas_on_the_way)
-    await upload
-    assert not one.client.deltas_on_the_way
-    two.blobs.put(digest_of(b"shard"), b"shard", Purpose.SHARD)
-    with pytest.raises(TransportError):
-        await one.client.fetch(digest_of(b"nowhere"), 9, [two.peer])
-    shard = asyncio.create_task(one.client.fetch(digest_of(b"shard"), 9, [two.peer], Purpose.SHARD))
-    await asyncio.sleep(0)
-    assert not one.client.deltas_on_the_way
-    await shard
 
 
 async def test_two_fetches_of_one_blob_move_it_once(ends: Any) -> None:
