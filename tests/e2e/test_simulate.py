@@ -19,8 +19,6 @@ NO_MODEL = '[model]\nkind = "none"\n[swarm]\nnodes = 8\nmtbf_s = 2000.0\n'
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
-    # Whoever runs the tests in the background ignores SIGINT, and so would the child.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "p2pdiloco_node.cli", "simulate", *arguments],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
