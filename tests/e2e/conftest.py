@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_can_be_sent() -> None:
-    """Whoever runs the tests in the background ignores SIGINT, and the programs that they start would, too."""
+    """Tests that run in the background ignore SIGINT, and so would the programs that they start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
