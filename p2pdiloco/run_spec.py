@@ -5,8 +5,7 @@ Its digest is the RunId, so a tracker cannot swap the run. Local taste (limits, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
