@@ -223,7 +223,9 @@ model_experts_max = 1024  # of a layer; the most known are 512
 model_params_max = 2**36  # no machine holds 16 bytes each of more; what a node holds is for its plan to say
 model_buffer_bytes_max = 256 * MIB  # what a model derives and nobody sends: masks, tables of positions
 model_modules_max = 1_000_000  # of layers times experts: building them without memory takes a minute
-checkpoint_json_bytes_max = 16 * MIB  # config.json or the index of a local checkpoint; 70 layers of experts: 4 MiB
+checkpoint_json_bytes_max = (
+    16 * MIB
+)  # config.json or index of a local checkpoint; 70 layers of experts: 4 MiB
 logits_bytes = 256 * MIB  # float32 logits made at a time; training needs about four times as much for them
 handed_over_values = 16 * MIB  # params moved at a time between host and device: 64 MiB
 corpus_files_max = 100_000  # files of one corpus: a plan of some 20 MB
@@ -236,7 +238,7 @@ broken_documents_spared = 10  # so many are always passed over
 broken_documents_first_max = 100  # a file that begins with so many, and nothing else, is of another kind
 evaluation_share_max = 0.1  # of the corpus held out at most
 evaluation_sources_max = 15  # evaluation sets of one source each; the RunSpec holds 16 in all
-held_out_bytes_max = MIB  # of text in one evaluation set: four evaluations of BPE tokens, one frame at 4 bytes
+held_out_bytes_max = MIB  # of text in one evaluation set: four evaluations of BPE tokens, one frame
 portion_bytes = 64 * MIB  # of text that one process reads at a time; in memory
 bucket_bytes = 32 * MIB  # of text that one process orders and tokenises at a time; in memory
 making_jobs_max = 64  # processes; each takes some 300 MB

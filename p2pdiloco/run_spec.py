@@ -144,6 +144,15 @@ class OuterSpec(Struct, frozen=True):
     fragments: Annotated[int, Meta(ge=1, le=1)] = 1
 
 
+# Where most of a delta comes later or never, momentum pulls too far and old feedback is stale.
+SPARSE_OUTER = {"mu": 0.0, "eta_alone": 1.0, "eta_eight": 1.0, "error_feedback_beta": 0.95}
+
+
+def outer_defaults(codec: str) -> dict[str, float]:
+    """What a codec wants otherwise than `OuterSpec`'s defaults, as measured in docs/results/learning.md."""
+    return dict(SPARSE_OUTER) if codec.startswith("topk") else {}
+
+
 class CommitteeSpec(Struct, frozen=True):
     """Election and rotation (protocol.md 3, 4). Home-link defaults; the demo has its own timings."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
@@ -45,6 +46,18 @@ from p2pdiloco.wire.messages import EvalReport, NodeReport, SetLoss
 
 RUN = RunId(digest_of(b"a made-up run"))
 WITNESS = PeerId(digest_of(b"witness"))
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_it_was() -> Iterator[None]:
+    """A daemon's life sets logging up for its process; here the next test's is the same one."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
 T0 = 1_790_000_000.0  # Unix seconds
 
 

@@ -238,6 +238,8 @@ def simulate(
     *,
     set_: Annotated[list[str] | None, Parameter(name="--set", negative_iterable=())] = None,
     seeds: str | None = None,
+    arms: str | None = None,
+    against: str | None = None,
     json: FileOrDash = None,
     plot: Path | None = None,
     markdown: Path | None = None,
@@ -254,6 +256,10 @@ def simulate(
         SECTION.KEY=VALUE instead of what the file says, such as outer.lambda=0.1; may be given several times.
     seeds:
         A..B, or numbers separated by commas. Left out: those of the file, or 1; without a file 1..100.
+    arms:
+        Only these arms of the file, separated by commas.
+    against:
+        The arm that the others are compared with. Left out: the first.
     json:
         Write everything for programs into this file; - prints it instead of the tables.
     plot:
@@ -268,13 +274,18 @@ def simulate(
     if experiment is None:
         from p2pdiloco_node.simulate import print_simulation
 
-        given = {"--set": set_, "--plot": plot, "--markdown": markdown, "--fresh": fresh}
+        given = {
+            "--set": set_, "--arms": arms, "--against": against, "--plot": plot, "--markdown": markdown,
+            "--fresh": fresh,
+        }  # fmt: skip
         if needless := [flag for flag, value in given.items() if value]:
             raise OperatorError(f"{needless[0]} is for an experiment: p2pdiloco simulate FILE.toml.", USAGE)
         return print_simulation(seeds or "1..100", json_file=json, jobs=jobs)
     from p2pdiloco_node.lab.command import Options, simulate_study
 
-    return simulate_study(Options(experiment, set_ or (), seeds, jobs, fresh, json, plot, markdown))
+    return simulate_study(
+        Options(experiment, set_ or (), seeds, arms, against, jobs, fresh, json, plot, markdown)
+    )
 
 
 @config_app.command

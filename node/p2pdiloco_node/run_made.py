@@ -37,7 +37,7 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
             )
         )  # fmt: skip
     print(
-        f"Run {made.hex()}\nis ready in {out}. "
-        f"Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"
+        f"Run {made.hex()}\nis ready in {out}. Serve it with: "
+        f"p2pdiloco tracker --run {out} --listen HOST:PORT"
     )
     return 0

@@ -35,6 +35,7 @@ from p2pdiloco.run_spec import (
     OuterSpec,
     RunSpec,
     SampleSpec,
+    outer_defaults,
     run_id_of,
     sign_run_spec,
 )
@@ -128,7 +129,8 @@ async def create_run(
         # It follows the batch, which may be another than the ladder's.
         warmup = warmup_tokens(target_tokens, choice.seq_len * inner_loop.sequences_per_step)
         inner_loop = msgspec.structs.replace(inner_loop, warmup_tokens=warmup)
-    outer_step = replaced(OuterSpec(), outer or {}, "outer")
+    outer = outer_defaults(str((outer or {}).get("codec", ""))) | dict(outer or {})
+    outer_step = replaced(OuterSpec(), outer, "outer")
     seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
     step_tokens = choice.seq_len * inner_loop.sequences_per_step
     check_parts(inner_loop, outer_step, seats, target_tokens, target_version, step_tokens)

@@ -62,7 +62,7 @@ class SimulationReport(NamedTuple):
         return not self.violations and not self.broken_schedules
 
 
-def parse_seeds(text: str) -> list[int]:
+def parse_seeds(text: str, what: str = "--seeds", code: int = USAGE) -> list[int]:
     """`A..B`, or numbers separated by commas. Raises: OperatorError that says what is accepted."""
     shown = text if len(text) <= SEEDS_CHARS_SHOWN else f"{text[:SEEDS_CHARS_SHOWN]}..."
     try:
@@ -71,18 +71,18 @@ def parse_seeds(text: str) -> list[int]:
             first, dots, last = part.partition("..")
             begin, end = int(first), int(last if dots else first)
             if max(begin, end) > SEED_MAX:
-                raise OperatorError(f"--seeds {shown}: a seed is at most {SEED_MAX}.", USAGE)
+                raise OperatorError(f"{what} {shown}: a seed is at most {SEED_MAX}.", code)
             if end - begin + 1 + len(seeds) > limits.simulated_seeds_max:
                 raise OperatorError(
-                    f"--seeds {shown}: at most {limits.simulated_seeds_max} seeds at once.", USAGE
+                    f"{what} {shown}: at most {limits.simulated_seeds_max} seeds at once.", code
                 )
             seeds.extend(range(begin, end + 1))
     except ValueError:
         raise OperatorError(
-            f"--seeds {shown!r} is not understood: write A..B (1..300) or numbers (1,2,3).", USAGE
+            f"{what} {shown!r} is not understood: write A..B (1..300) or numbers (1,2,3).", code
         ) from None
     if not seeds or min(seeds) < 0:
-        raise OperatorError(f"--seeds {shown} names no seed: write A..B with A not above B.", USAGE)
+        raise OperatorError(f"{what} {shown} names no seed: write A..B with A not above B.", code)
     return seeds
 
 

@@ -56,7 +56,7 @@ class CutLog(msgspec.Struct, frozen=True):
 
 
 class EnterEpoch(msgspec.Struct, frozen=True):
-    """Envelopes say this epoch from here on; what still waits to be sent is dropped: it is of another."""
+    """Envelopes say this epoch from here on; what still waits was said in another and is dropped."""
 
     epoch: int
 

@@ -19,6 +19,7 @@ from p2pdiloco.run_spec import (
     RunSpec,
     SignedRunSpec,
     open_run_spec,
+    outer_defaults,
     run_id_of,
     sign_run_spec,
     spec_bytes_of,
@@ -126,3 +127,15 @@ def test_what_follows_from_its_fields() -> None:
     assert TINY.spec.tokens_per_inner_step == 8
     assert TINY.spec.model.params == 160
     assert TINY.spec.genesis.params_root == merkle_root([digest_of(TINY.params.tobytes())])
+
+
+def test_each_codec_has_the_outer_loop_that_was_measured_best_for_it() -> None:
+    """docs/results/learning.md: topk learns without momentum and with fading feedback."""
+    dense, sparse = OuterSpec(**outer_defaults("int4")), OuterSpec(**outer_defaults("topk64"))
+    assert dense == OuterSpec() == OuterSpec(**outer_defaults("fp16"))
+    assert (sparse.mu, sparse.eta_alone, sparse.eta_eight, sparse.error_feedback_beta) == (
+        0.0,
+        1.0,
+        1.0,
+        0.95,
+    )

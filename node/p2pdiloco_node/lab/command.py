@@ -26,7 +26,7 @@ from p2pdiloco_node.lab.cache import Cache, source_digest
 from p2pdiloco_node.lab.progress import StudyProgress
 from p2pdiloco_node.lab.report import Summary, summarize
 from p2pdiloco_node.lab.runs import Done, Failed, Share, Task, Work, run_live, run_tasks
-from p2pdiloco_node.lab.study import Study, read_study
+from p2pdiloco_node.lab.study import Study, choose_arms, read_study
 from p2pdiloco_node.simulate import check_jobs, part_of, say, write_output
 
 STORY_LINES = 12  # of a traceback that is ours
@@ -38,6 +38,8 @@ class Options(NamedTuple):
     file: Path
     changes: Sequence[str] = ()
     seeds: str | None = None
+    arms: str | None = None
+    against: str | None = None
     jobs: int = 0  # 0: one a core
     fresh: bool = False
     json: str | None = None
@@ -66,6 +68,7 @@ def simulate_study(options: Options, *, work: Work = run_live, cache: Cache | No
     processes have ended.
     """
     study = read_study(options.file, changes=options.changes, seeds=options.seeds)
+    study = choose_arms(study, options.arms, options.against)
     _check(options, study, real=work is run_live)
     # Now, and not after hours in which somebody edits and commits.
     code = Code(_commit(), source_digest(with_model=study.learns))
@@ -177,6 +180,11 @@ def _run(study: Study, jobs: int, work: Work, cache: Cache) -> tuple[list[Result
                 found[arm.name, seed] = kept
             else:
                 tasks.append(Task(arm, seed))
+    if found:
+        whole = len(found) + len(tasks)
+        print(
+            f"{len(found)} of {whole} runs are kept from earlier; --fresh runs them again.", file=sys.stderr
+        )
     failures: list[Failure] = []
     names = [f"{t.experiment.name}, seed {t.seed}" for t in tasks]
     jobs = jobs or os.cpu_count() or 1

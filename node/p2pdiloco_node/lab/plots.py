@@ -1,10 +1,11 @@
-"""Loss against tokens and against virtual time, a line an arm. matplotlib is an optional extra."""
+"""Loss against tokens and virtual time, and where each arm ended. matplotlib is an optional extra."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import math
+import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ FORMATS = (".svg", ".png")
 # Okabe and Ito's colours, which colour-blind people tell apart; from the ninth arm on, dashes.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 STYLES = ("-", "--", ":", "-.")
+BYTES_DIFFER = 1.5  # largest over smallest traffic from which the ends are drawn against it
 FIRST_FALL = 1  # points left above the picture: the start falls so fast that it would hide the differences
 
 
@@ -41,6 +43,8 @@ def check_plot(file: Path, study: Study) -> None:
 def draw(file: Path, study: Study, results: Sequence[Result]) -> None:
     """Write the picture. Thin lines are seeds, a thick one their mean; the last, larger evaluation is a dot.
 
+    The third panel shows the ends alone, close up: against what a node sent, where arms differ in that.
+
     Raises: OperatorError: the file cannot be written, or no run left a curve.
     """
     import matplotlib as mpl
@@ -49,8 +53,9 @@ def draw(file: Path, study: Study, results: Sequence[Result]) -> None:
     drawn = [r for r in results if any(math.isfinite(p.loss) for p in r.curve)]
     if not drawn:
         raise OperatorError(f"--plot {file}: no run has a curve to draw.", SETTINGS)
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    by_tokens, by_time = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(14, 4.8), layout="constrained")
+    by_tokens, by_time, ends = figure.subplots(1, 3)
+    by_time.sharey(by_tokens)
     longest = max(r.hours for r in drawn)
     unit, hours = _time_unit(longest)
     for number, arm in enumerate(study.arms):
@@ -59,6 +64,7 @@ def draw(file: Path, study: Study, results: Sequence[Result]) -> None:
         for axes, scale in ((by_tokens, None), (by_time, hours)):
             _draw_arm(axes, arm.name, runs, colour, style, scale)
     _dress(by_tokens, by_time, drawn, unit)
+    _draw_ends(ends, study, drawn)
     figure.suptitle(_plain(study.question or study.name), fontsize=11, wrap=True)
     figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center",
                   ncols=min(5, len(study.arms)), frameon=False)  # fmt: skip
@@ -118,6 +124,43 @@ def _dress(by_tokens: Axes, by_time: Axes, drawn: Sequence[Result], unit: str) -
         axes.set_xlim(left=0)
         axes.grid(visible=True, lw=0.4, alpha=0.5)
         axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_ends(axes: Axes, study: Study, drawn: Sequence[Result]) -> None:
+    """Final losses of seeds, small, and their mean, large; on an axis of their own: hundredths show."""
+    from matplotlib.ticker import StrMethodFormatter
+
+    sent = [r.bytes_up for r in drawn if r.bytes_up > 0]
+    apart = len(sent) == len(drawn) and max(sent) > BYTES_DIFFER * min(sent)
+    finite = []
+    for number, arm in enumerate(study.arms):
+        runs = [r for r in drawn if r.arm == arm.name and math.isfinite(r.curve[-1].loss)]
+        if not runs:
+            continue
+        colour = COLOURS[number % len(COLOURS)]
+        places = [r.bytes_up / 1e6 if apart else number for r in runs]
+        losses = [r.curve[-1].loss for r in runs]
+        finite += losses
+        axes.plot(places, losses, "o", color=colour, ms=3, alpha=0.6)
+        mark = "os^D"[number // len(COLOURS) % 4]
+        axes.plot([sum(places) / len(places)], [sum(losses) / len(losses)], mark, color=colour, ms=9,
+                  markeredgecolor="white")  # fmt: skip
+    if apart:
+        axes.set_xscale("log", subs=(2, 5))
+        for ticks in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            ticks(StrMethodFormatter("{x:g}"))
+        axes.set_xlabel("sent by a node, MB")
+    else:
+        axes.set_xticks([])
+        axes.set_xlabel("arms, in the order of the legend")
+    if finite:  # an arm that was ruined would press the others into one line
+        middle = statistics.median(finite)
+        top = max(x for x in finite if x - middle <= 3 * (middle - min(finite)) + 0.02)
+        margin = 0.08 * (top - min(finite)) or 0.01
+        axes.set_ylim(min(finite) - margin, top + margin)
+    axes.set_ylabel("loss at the end")
+    axes.grid(visible=True, lw=0.4, alpha=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _time_unit(hours: float) -> tuple[str, float]:

@@ -69,7 +69,8 @@ class GapRow(msgspec.Struct, frozen=True):
     arm: str
     reference: str
     seeds: tuple[int, ...]
-    loss: Spread | None  # nats per token
+    by_seed: tuple[float, ...]  # nats per token, in the order of `seeds`; empty without a model
+    loss: Spread | None  # of these
     upper_90: float | None  # one-sided bound of the mean gap; None with one seed; inf: no bound
     perplexity_percent: float | None  # None where the gap is not finite
     trained: float  # tokens over the reference's, of the pair that differs most
@@ -206,6 +207,7 @@ def _gap_row(arm: str, first: str, seeds: list[int], pairs: list[tuple[Result, R
         arm=arm,
         reference=first,
         seeds=tuple(seeds),
+        by_seed=tuple(gaps),
         loss=loss,
         upper_90=upper_bound_90(gaps),
         perplexity_percent=100 * (perplexity(loss.mean) - 1) if loss and math.isfinite(loss.mean) else None,

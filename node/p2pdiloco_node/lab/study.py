@@ -12,6 +12,7 @@ policy = "barrier"
 from __future__ import annotations
 
 import errno
+import json
 import reprlib
 import stat
 import tomllib
@@ -23,6 +24,7 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import outer_defaults
 from p2pdiloco.sim.lab.experiment import Data, Experiment, Inner, Model, Outer, Run, Swarm, check_experiment
 from p2pdiloco_node.config import SETTINGS, USAGE, nearest
 from p2pdiloco_node.simulate import SEED_MAX, parse_seeds
@@ -34,6 +36,16 @@ TOP = ("name", "question", "seeds", "arms", *SECTIONS)
 SPELT = {"lambda": "lambda_"}  # what people write, and what Python lets us call it
 QUESTION_CHARS_MAX = 400
 CHANGE_CHARS_MAX = 4000  # of one --set: a list of globs fits
+PLAIN_WORDS = {  # msgspec's, in this order, for people
+    "got str": "not a word", "got array": "not a list", "got float": "not one with a fraction",
+    "got int": "not a number", "got bool": "not true or false", "got object": "not a table",
+    "array": "a list", " bool": " true or false", " int": " a whole number", " float": " a number",
+    " str": " a word",
+}  # fmt: skip
+LISTS = {
+    "speeds": "[1.0, 0.5]", "joins": "[[0.5, 8]]", "leaves": "[[0.5, 2]]", "absences": "[[0.4, 0, 20]]",
+    "files": '["novels/*.txt"]',
+}  # fmt: skip
 SHOWN_CHARS = 80  # of a value or a key in a message
 SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 3, SHOWN_CHARS, SHOWN_CHARS
@@ -75,8 +87,26 @@ def read_study(file: Path, *, changes: Sequence[str] = (), seeds: str | None = N
     for change in changes:
         _set(raw, change)
     if seeds is not None:
-        raw["seeds"] = seeds
+        raw["seeds"] = list(_seeds(seeds, "--seeds", USAGE))
     return make_study(raw, where=str(file))
+
+
+def choose_arms(study: Study, arms: str | None, against: str | None) -> Study:
+    """`--arms` and `--against`: only those arms (names separated by commas); the reference comes first.
+
+    Raises: OperatorError: no such arm.
+    """
+    known = {arm.name: arm for arm in study.arms}
+    names = [name.strip() for name in arms.split(",")] if arms is not None else list(known)
+    for flag, name in [*(("--arms", n) for n in names), *([("--against", against)] if against else [])]:
+        if name not in known:
+            raise OperatorError(
+                f"{flag} {shown(name)}: there is no such arm{nearest(name, known)} The file has "
+                f"{', '.join(known)}.", USAGE,
+            )  # fmt: skip
+    if against:
+        names = [against, *(n for n in names if n != against)]
+    return msgspec.structs.replace(study, arms=tuple(known[name] for name in dict.fromkeys(names)))
 
 
 def read_regular(file: Path, bytes_max: int) -> bytes:
@@ -114,10 +144,11 @@ def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
             )
         _refuse_unknown(own, SECTIONS, where, f"arms.{arm}.")
         sections = {s: shared[s] | _section(own, s, where, f"arms.{arm}.") for s in SECTIONS}
+        sections["outer"] = outer_defaults(sections["outer"].get("codec", "")) | sections["outer"]
         experiment = msgspec.convert({"name": arm, **sections}, Experiment)
         check_experiment(experiment)
         arms.append(experiment)
-    seeds = _seeds(raw.get("seeds", "1"), where)
+    seeds = _seeds(raw.get("seeds", "1"), f"{where}: seeds")
     if len(arms) * len(seeds) > limits.lab_runs_max:
         raise OperatorError(
             f"{where}: {len(arms)} arms with {len(seeds)} seeds are {len(arms) * len(seeds)} runs; "
@@ -158,8 +189,9 @@ def _set(raw: dict[str, Any], change: str) -> None:
         close = nearest(key.strip(), keys) or _elsewhere(path_in_base[-1])
         raise OperatorError(f"--set {change}: there is no key {key.strip()!r}{close or '.'}", USAGE)
     section, word = path_in_base
-    _refuse_unknown({word: value}, SECTIONS[section].__struct_fields__, "--set", f"{section}.", code=USAGE)
-    _checked(SECTIONS[section], SPELT.get(word, word), value, f"--set {section}.{word}", USAGE)
+    above, kind = "".join(f"{part}." for part in path[:-1]), SECTIONS[section]
+    _refuse_unknown({word: value}, kind.__struct_fields__, "--set", above, code=USAGE)
+    _checked(kind, SPELT.get(word, word), value, f"--set {above}{word}", USAGE)
     table: dict[str, Any] = raw
     for part in path[:-1]:
         table = table.setdefault(part, {})
@@ -202,10 +234,18 @@ def _checked(kind: type[msgspec.Struct], field: str, value: Any, what: str, code
         msgspec.convert({field: value}, kind)
     except msgspec.ValidationError as error:
         reason = str(error).split(" - at ")[0].replace("`", "")
+        for theirs, ours in PLAIN_WORDS.items():
+            reason = reason.replace(theirs, ours)
+        default = json.dumps(_default(kind, field))
         raise OperatorError(
             f"{what} = {shown(value)} is not possible: {reason[:1].lower()}{reason[1:]}"
-            f"{_choices(kind, field)} (default: {_default(kind, field)!r}).", code,
+            f"{_choices(kind, field)}{_shape(field)} (default: {default}).", code,
         ) from None  # fmt: skip
+
+
+def _shape(field: str) -> str:
+    """How a list is written."""
+    return f"; write it like {field} = {LISTS[field]}" if field in LISTS else ""
 
 
 def _choices(kind: type[msgspec.Struct], field: str) -> str:
@@ -250,18 +290,16 @@ def _text(value: object, what: str, where: str, chars_max: int) -> str:
     return value
 
 
-def _seeds(value: object, where: str) -> tuple[int, ...]:
+def _seeds(value: object, where: str, code: int = SETTINGS) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if isinstance(value, list) and all(type(v) is int and v >= 0 for v in value) and value:
         if max(value) > SEED_MAX:
-            raise OperatorError(f"{where}: a seed is at most {SEED_MAX}.", SETTINGS)
+            raise OperatorError(f"{where}: a seed is at most {SEED_MAX}.", code)
         return tuple(dict.fromkeys(value))
     if isinstance(value, str):
-        return tuple(dict.fromkeys(parse_seeds(value)))
-    raise OperatorError(
-        f'{where}: seeds = {shown(value)} is not understood: write "1..3" or [1, 2, 3].', SETTINGS
-    )
+        return tuple(dict.fromkeys(parse_seeds(value, where, code)))
+    raise OperatorError(f'{where} = {shown(value)} is not understood: write "1..3" or [1, 2, 3].', code)
 
 
 def shown(value: object) -> str:

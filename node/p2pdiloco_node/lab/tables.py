@@ -10,6 +10,7 @@ from typing import NamedTuple
 from p2pdiloco_node.lab.report import SEEDS_FOR_A_CLAIM, ArmRow, GapRow, Spread, Summary
 from p2pdiloco_node.lab.study import Study
 
+SEEDS_SHOWN = 6  # gaps of single seeds in one line
 COLUMNS = 100
 ARM_CHARS = 16  # of an arm's name in the text
 SPEEDS_SHOWN_MAX = 24  # rows by speed; beyond, the JSON has them
@@ -126,8 +127,16 @@ def _gap_table(summary: Summary) -> Table:
         ("arm", "seeds", "gap, nats", "sd", "upper 90 %", "perplexity", "time", "time to its loss"),
         tuple(_gap_cells(gap) for gap in summary.gaps),
         "upper 90 %: one-sided bound of the mean gap (Student's t); time: of the whole run, over the "
-        "reference's; time to its loss: to the reference's final loss, as a ratio too." + _warnings(summary),
-    )
+        "reference's; time to its loss: to the reference's final loss, as a ratio too."
+        + _by_seed(summary) + _warnings(summary),
+    )  # fmt: skip
+
+
+def _by_seed(summary: Summary) -> str:
+    """The gaps themselves, while they can be read."""
+    rows = [g for g in summary.gaps if 1 < len(g.by_seed) <= SEEDS_SHOWN]
+    said = (f"{g.arm} {', '.join(f'{x:+.3f}' for x in g.by_seed)}" for g in rows)
+    return f" By seed: {'; '.join(said)}." if rows else ""
 
 
 def _warnings(summary: Summary) -> str:

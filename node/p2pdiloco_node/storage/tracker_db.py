@@ -113,9 +113,7 @@ class TrackerDb:
         Raises: OperatorError (exit code 6) when the disk is full or failing; nothing was saved then, and
             the page goes on without it.
         """
-        rows = Kept(
-            tuple(versions), tuple(contributions), tuple(evaluations), tuple(samples), tuple(events)
-        )
+        rows = Kept(tuple(versions), tuple(contributions), tuple(evaluations), tuple(samples), tuple(events))
         if any(rows):
             await self._in_thread(lambda: self._mended(lambda: self._save(rows)))
 

@@ -49,7 +49,9 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family(logits_divided_by="logits_scaling"),
     "gemma": Family(must_be_false=("use_bidirectional_attention",)),
     "gemma2": Family(
-        must_be_false=("use_bidirectional_attention",), logits_capped_at="final_logit_softcapping", norms=4,
+        must_be_false=("use_bidirectional_attention",),
+        logits_capped_at="final_logit_softcapping",
+        norms=4,
         sdpa=False,
     ),
     "gemma3_text": Family(

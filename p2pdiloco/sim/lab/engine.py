@@ -151,6 +151,7 @@ class Lab:
                 )
         for node in self.nodes:
             node.end()
+        self.links.ended(self.clock.now)
         self._evaluate()
         return self._result(seed)
 
@@ -307,7 +308,9 @@ class Lab:
 
     def _result(self, seed: int) -> Result:
         e = self.e
-        possible = sum(n.member_s / n.step_s for n in self.nodes) * e.tokens_per_step
+        # What is in a pass or on its way at the end would be merged in a longer run: neither lost nor won.
+        unfinished = sum(n.unfinished_steps for n in self.nodes)
+        possible = (sum(n.member_s / n.step_s for n in self.nodes) - unfinished) * e.tokens_per_step
         weights = sum(t for _, t in self._staleness) or 1
         last = self._losses[-max(1, int(len(self._losses) * TRAIN_LOSS_SHARE)) :]
         count = len(self.nodes)
@@ -319,7 +322,7 @@ class Lab:
             tokens=self.tokens,
             trained_tokens=sum(self._merged_steps(n) for n in self.nodes) * e.tokens_per_step,
             versions=sum(ledger.version for ledger in self.ledgers),
-            hours=self.clock.now / 3600, goodput=self.tokens / possible if possible else 0.0,
+            hours=self.clock.now / 3600, goodput=self.tokens / possible if possible > 0 else 0.0,
             staleness_mean=sum(k * t for k, t in self._staleness) / weights,
             staleness_max=max((k for k, _ in self._staleness), default=0.0),
             rho_mean=sum(self._rho) / len(self._rho) if self._rho else 0.0,

@@ -54,7 +54,7 @@ class Swarm(_Section, frozen=True):
     stagger: Share = 1.0  # nodes start within this share of a pass, so that their deltas do not come at once
     up_mbit: Mbit = 0.0  # of each node, Mbit/s; 0: as fast as you like
     down_mbit: Mbit = 0.0
-    latency_s: Seconds = 0.1  # one way
+    latency_s: Annotated[float, Meta(ge=0, le=10)] = 0.1  # one way
     committee: Annotated[int, Meta(ge=1, le=7)] = 3  # voters: each gets every delta
     commit_s: Seconds = 0.5  # from closing an outer step to its certificate
     failover_s: Seconds = 20.0  # no outer step for so long when the aggregator dies
@@ -127,7 +127,7 @@ class Outer(_Section, frozen=True):
     closing_share: Share = 0.25  # of the live part of T_full that makes a quorum
     grace: Annotated[float, Meta(ge=0, le=10)] = 1.0  # factor on the adaptive grace window
     deadline_passes: Annotated[float, Meta(gt=0, le=100)] = 1.5
-    codec: Literal["fp16", "int4", "topk32", "topk64", "topk128"] = "fp16"  # rules/delta_layout.CODECS
+    codec: Literal["fp16", "int4", "topk32", "topk64", "topk128"] = "int4"  # rules/delta_layout.CODECS
     dense_rounds: Count = 0  # lab only: fp16 until so many full rounds are merged, then `codec`
     error_feedback: bool = True
     error_feedback_beta: Share = 1.0

@@ -6,14 +6,42 @@ at the same instant. Mbit are 10**6 bit. A link of 0 Mbit/s takes no time: only 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
 from p2pdiloco.sim.lab.experiment import Swarm
 
 
+class _Queue:
+    """One direction of one node's link: until when it is taken, and what is still on its way."""
+
+    def __init__(self) -> None:
+        self.free = 0.0  # seconds: when the queue is empty
+        self._transfers: deque[tuple[float, float, int]] = deque()  # begin, end, bytes; those with a duration
+
+    def add(self, begin: float, end: float, size: int, now: float) -> None:
+        while self._transfers and self._transfers[0][1] <= now:
+            self._transfers.popleft()
+        if end > begin:
+            self._transfers.append((begin, end, size))
+
+    def cut(self, now: float) -> int:
+        """Nothing more is sent. Returns: bytes that are not."""
+        unsent = sum(
+            size if begin >= now else round(size * (end - now) / (end - begin))
+            for begin, end, size in self._transfers
+            if end > now
+        )
+        self._transfers.clear()
+        self.free = min(now, self.free)
+        return unsent
+
+
 class Links:
-    """When bytes arrive, and how many each node sent and received. Nodes appear when first named."""
+    """When bytes arrive, and how many each node sent and received. Nodes appear when first named.
+
+    Bytes count when they are queued; those that a death or the end of the run keeps back are taken off again.
+    """
 
     def __init__(self, swarm: Swarm) -> None:
         self.latency_s = swarm.latency_s
@@ -21,8 +49,8 @@ class Links:
         self.bytes_down: defaultdict[int, int] = defaultdict(int)
         self._up = swarm.up_mbit * 1e6 / 8  # bytes a second; 0: infinite
         self._down = swarm.down_mbit * 1e6 / 8
-        self._up_free: defaultdict[int, float] = defaultdict(float)  # seconds: when the queue is empty
-        self._down_free: defaultdict[int, float] = defaultdict(float)
+        self._up_queue: defaultdict[int, _Queue] = defaultdict(_Queue)
+        self._down_queue: defaultdict[int, _Queue] = defaultdict(_Queue)
 
     def upload(self, node: int, now: float, size: int) -> float:
         """Queue `size` bytes on the node's uplink at `now`. Returns: when the last one leaves, and travels.
@@ -30,19 +58,33 @@ class Links:
         The receiver's downlink is not asked: at home it is the wider side.
         """
         self.bytes_up[node] += size
-        self._up_free[node] = max(now, self._up_free[node]) + _seconds(size, self._up)
-        return self._up_free[node] + self.latency_s
+        queue = self._up_queue[node]
+        begin = max(now, queue.free)
+        queue.free = begin + _seconds(size, self._up)
+        queue.add(begin, queue.free, size, now)
+        return queue.free + self.latency_s
 
-    def download(self, node: int, now: float, size: int) -> float:
-        """Queue `size` bytes on the node's downlink at `now`. Returns: when the last one is there."""
+    def download(self, node: int, now: float, size: int, *, sent_at: float = 0.0) -> float:
+        """Queue `size` bytes on the node's downlink at `now`; the last one leaves its sender at `sent_at`.
+
+        Returns: when the last one is there.
+        """
         self.bytes_down[node] += size
-        self._down_free[node] = max(now, self._down_free[node]) + _seconds(size, self._down)
-        return self._down_free[node] + self.latency_s
+        queue = self._down_queue[node]
+        begin = max(now, queue.free)
+        queue.free = begin + _seconds(size, self._down)
+        queue.add(begin, max(queue.free, sent_at), size, now)
+        return max(queue.free, sent_at) + self.latency_s
 
     def died(self, node: int, now: float) -> None:
-        """What waits in the node's queues is not sent any more; its bytes stay counted."""
-        self._up_free[node] = min(now, self._up_free[node])
-        self._down_free[node] = min(now, self._down_free[node])
+        """What waits in the node's queues is neither sent nor received any more."""
+        self.bytes_up[node] -= self._up_queue[node].cut(now)
+        self.bytes_down[node] -= self._down_queue[node].cut(now)
+
+    def ended(self, now: float) -> None:
+        """The run is over for everybody."""
+        for node in {*self._up_queue, *self._down_queue}:
+            self.died(node, now)
 
     def spread(
         self, now: float, bytes_per_node: Mapping[int, int], servers: Collection[int]
@@ -62,7 +104,7 @@ class Links:
         if total == 0:
             return dict.fromkeys(bytes_per_node, now)
         assert servers, f"{total} bytes to spread and nobody serves them"
-        begin = max(now, *(self._up_free[s] for s in servers))
+        begin = max(now, *(self._up_queue[s].free for s in servers))
         left = _left_before(bytes_per_node.values())
         arrivals = {}
         for node, size in bytes_per_node.items():
@@ -70,7 +112,7 @@ class Links:
                 arrivals[node] = now
                 continue
             sent = begin + _seconds(left[size] / len(servers), self._up)
-            arrivals[node] = max(sent + self.latency_s, self.download(node, now, size))
+            arrivals[node] = self.download(node, now, size, sent_at=sent)
         for place, server in enumerate(sorted(servers)):
             self.upload(server, now, total // len(servers) + (place < total % len(servers)))
         return arrivals

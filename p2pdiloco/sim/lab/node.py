@@ -20,6 +20,7 @@ from p2pdiloco.ids import Digest, tagged_digest
 from p2pdiloco.rules.outer_step import Candidate
 from p2pdiloco.rules.passes import Next, Pass, next_move, steps_left
 from p2pdiloco.rules.schedule import learning_rate
+from p2pdiloco.rules.state import last_sequence
 from p2pdiloco.sim.lab.fragments import gather, scatter
 from p2pdiloco.sim.lab.ledger import Held
 from p2pdiloco.sim.lab.terms import peer_of
@@ -172,6 +173,16 @@ class LabNode:
         if self.member:
             self.member_s += now - self.joined_at
 
+    @property
+    def unfinished_steps(self) -> float:
+        """Inner steps of the current pass and of deltas that no entry has settled, a mean over fragments."""
+        steps = len(self.parts) * self._strided() if self.up and not self.waiting else 0
+        for part in self.parts:
+            settled = last_sequence(self._lab.ledgers[part.number].state, self.peer)
+            own = (f.held.candidate for f in part.flights.values() if not f.lost)
+            steps += part.current.steps + sum(c.steps for c in own if c.sequence > settled)
+        return steps / len(self.parts)
+
     # Inner steps
 
     def _next_boundary(self) -> None:
@@ -192,9 +203,13 @@ class LabNode:
 
         self._lab.clock.at(seconds, ended)
 
+    def _strided(self) -> int:
+        """Whole steps of the present stride that are not counted yet."""
+        return int((self._lab.clock.now - self._stride_began) / self._pace_s + EPSILON_S)
+
     def _cut_stride(self) -> None:
         """Without arrays: a state arrived in the middle of a stride, and is adopted at the next boundary."""
-        done = int((self._lab.clock.now - self._stride_began) / self._pace_s + EPSILON_S)
+        done = self._strided()
         if done:
             self._count(done, 0.0)
         self._stride_began += done * self._pace_s

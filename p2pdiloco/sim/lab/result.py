@@ -47,7 +47,8 @@ class Result(msgspec.Struct, frozen=True):
     trained_tokens: int  # in all merged deltas, before caps
     versions: int  # outer steps, of all fragments
     hours: float  # virtual
-    goodput: float  # merged tokens over what all nodes would have made without a pause, a death or a wait
+    goodput: float  # merged tokens over what all nodes would have made without a pause, a death or a wait,
+    # less what is in a pass or on its way at the end
     staleness_mean: float  # rounds, weighted by tokens
     staleness_max: float
     rho_mean: float

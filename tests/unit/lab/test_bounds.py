@@ -24,14 +24,14 @@ def refusal(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("swarm.step_s = 1e-300", "expected float >= 0.001"),
-        ("swarm.speeds = [1e-300]", "expected float >= 0.001"),
-        ("swarm.up_mbit = inf", "expected float <= 1000000.0"),
-        ("swarm.joins = [[0, 1099511627776]]", "expected int <= 1024"),
-        ("run.round_steps = inf", "expected float <="),
-        ("run.evaluations = 1000000", "expected int <= 10000"),
-        ("model.layers = 100000", "expected int <= 256"),
-        ("inner.clip_norm = inf", "expected float <= 1000000.0"),
+        ("swarm.step_s = 1e-300", "expected a number >= 0.001"),
+        ("swarm.speeds = [1e-300]", "expected a number >= 0.001"),
+        ("swarm.up_mbit = inf", "expected a number <= 1000000.0"),
+        ("swarm.joins = [[0, 1099511627776]]", "expected a whole number <= 1024"),
+        ("run.round_steps = inf", "expected a number <="),
+        ("run.evaluations = 1000000", "expected a whole number <= 10000"),
+        ("model.layers = 100000", "expected a whole number <= 256"),
+        ("inner.clip_norm = inf", "expected a number <= 1000000.0"),
     ],
 )
 def test_single_keys(text: str, sentence: str) -> None:

@@ -31,11 +31,23 @@ def test_an_svg_names_each_arm_and_both_axes(tmp_path: Path, fake: ModuleType) -
         "nats per token",
         "millions",
         "virtual time",
+        "loss at the end",
+        "arms, in the order of the legend",
         "Does nobody wait?",
     ):
         assert words in text
     draw(tmp_path / "b.svg", STUDY, results)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_where_traffic_differs_the_ends_are_drawn_against_it(tmp_path: Path, fake: ModuleType) -> None:
+    """The curve of loss against bytes of a study of codecs."""
+    much, little = fake.result(ARMS[0], 1), fake.result(ARMS[1], 1)
+    little = msgspec.structs.replace(little, bytes_up=much.bytes_up / 80)
+    draw(tmp_path / "a.svg", STUDY, [much, little])
+    text = " ".join(e.text or "" for e in ET.parse(tmp_path / "a.svg").iter())
+    assert "sent by a node, MB" in text
+    assert "in the order of the legend" not in text
 
 
 def test_a_png_is_one(tmp_path: Path, fake: ModuleType) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import outer_defaults
 from p2pdiloco.sim.lab.experiment import Experiment, Outer
-from p2pdiloco_node.lab.study import Study, make_study, read_study
+from p2pdiloco_node.lab.study import Study, choose_arms, make_study, read_study
 
 
 def study(text: str) -> Study:
@@ -103,9 +104,9 @@ def test_seeds_of_the_command_line_win(tmp_path: Path) -> None:
         ("[outer]\nnodes = 1", "there is no key outer.nodes; did you mean 'swarm.nodes'?"),
         ("[arms.a.outer]\npolcy = 1", "there is no key arms.a.outer.polcy; did you mean 'policy'?"),
         ("[arms.a]\nrounds = 1", "there is no key arms.a.rounds; did you mean 'run.rounds'?"),
-        ("[swarm]\nnodes = 'four'", "swarm.nodes = 'four' is not possible: expected int, got str"),
-        ("[swarm]\nnodes = 0", "swarm.nodes = 0 is not possible: expected int >= 1 (default: 4)"),
-        ("[swarm]\nnodes = 2.5", "swarm.nodes = 2.5 is not possible: expected int, got float"),
+        ("[swarm]\nnodes = 'four'", "'four' is not possible: expected a whole number, not a word"),
+        ("[swarm]\nnodes = 0", "swarm.nodes = 0 is not possible: expected a whole number >= 1 (default: 4)"),
+        ("[swarm]\nnodes = 2.5", "2.5 is not possible: expected a whole number, not one with a fraction"),
         ("[outer]\npolicy = 'fence'", "it is one of barrier, data_parallel, immediate, quorum"),
         ("[arms.a.swarm]\ndelta_loss = 2", "arms.a.swarm.delta_loss = 2 is not possible"),
         ("outer = 3", "outer is a table: write [outer]"),
@@ -144,7 +145,7 @@ def test_slips_are_named_with_the_way_out(text: str, sentence: str) -> None:
         ("arms.c.outer.mu=0.5", "the file has the arms a, b"),
         (
             "outer.mu=1.5",
-            f"--set outer.mu = 1.5 is not possible: expected float <= 1.0 (default: {Outer().mu})",
+            f"--set outer.mu = 1.5 is not possible: expected a number <= 1.0 (default: {Outer().mu})",
         ),
     ],
 )
@@ -176,3 +177,48 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         (tmp_path / "bad.toml").write_bytes(text)
         with pytest.raises(OperatorError, match=sentence):
             read_study(tmp_path / "bad.toml")
+
+
+def test_topk_has_the_outer_loop_of_a_run_with_topk(tmp_path: Path) -> None:
+    """A person plans with what `run new` would start; what the file says holds."""
+    text = """
+        [arms.plain]
+        [arms.sparse]
+        outer.codec = "topk64"
+        [arms.own]
+        outer.codec = "topk64"
+        outer.mu = 0.3
+    """
+    plain, sparse, own = read_study(written(tmp_path, text)).arms
+    assert (plain.outer.codec, plain.outer.mu, plain.outer.eta_alone) == ("int4", 0.5, 0.5)
+    wanted = outer_defaults("topk64")
+    assert wanted
+    for key, value in wanted.items():
+        assert getattr(sparse.outer, key) == value
+    assert (own.outer.mu, own.outer.error_feedback_beta) == (0.3, 0.95)
+
+
+def test_arms_and_their_reference_are_chosen(tmp_path: Path) -> None:
+    study = read_study(written(tmp_path, "[arms.a]\n[arms.b]\n[arms.c]"))
+    assert [x.name for x in choose_arms(study, None, "c").arms] == ["c", "a", "b"]
+    assert [x.name for x in choose_arms(study, "b,a", None).arms] == ["b", "a"]
+    assert [x.name for x in choose_arms(study, "b", "c").arms] == ["c", "b"]
+    for flags, words in (((None, "d"), "--against 'd': there is no such arm"), (("a,x", None), "--arms 'x'")):
+        with pytest.raises(OperatorError, match=words) as error:
+            choose_arms(study, *flags)
+        assert error.value.exit_code == 2
+
+
+def test_a_slip_is_blamed_on_where_it_stands(tmp_path: Path) -> None:
+    def said(text: str, *changes: str, seeds: str | None = None) -> str:
+        with pytest.raises(OperatorError) as error:
+            read_study(written(tmp_path, text), changes=changes, seeds=seeds)
+        return str(error.value)
+
+    assert "plan.toml: seeds 3..1 names no seed" in said('seeds = "3..1"')
+    assert said("", seeds="3..1").startswith("--seeds 3..1 names no seed")
+    assert "--set arms.a.outer.policy = 'quroum'" in said("[arms.a]", "arms.a.outer.policy=quroum")
+    wrong = said("[swarm]\njoins = [0.3, 8]")
+    assert "expected a list, not one with a fraction; write it like joins = [[0.5, 8]] (default: [])" in wrong
+    assert "expected a list, not a word; write it like speeds = [1.0, 0.5]" in said("", "swarm.speeds=1,0.5")
+    assert "latency_s = 50 is not possible: expected a number <= 10" in said("[swarm]\nlatency_s = 50")

@@ -323,9 +323,7 @@ async def test_the_state_lane_keeps_the_order_of_install_snapshot_and_adoption()
     assert lane[:3] == ["install 1", "params", "snapshot 1"]
 
 
-async def test_what_a_recovery_left_behind_is_dropped_before_anything_is_said() -> (
-    None
-):
+async def test_what_a_recovery_left_behind_is_dropped_before_anything_is_said() -> None:
     world = World()
     world.hold["install 5"] = threading.Event()
     actions = [

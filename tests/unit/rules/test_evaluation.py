@@ -32,9 +32,7 @@ def test_devices_differ_a_little_and_still_agree() -> None:
     assert agreeing([2.0, 3.0]) == 0
 
 
-@pytest.mark.parametrize(
-    ("tokens", "text_bytes", "bits"), [(1000, 1000, 2), (1000, 4000, 0.5), (4, 1, 8)]
-)
+@pytest.mark.parametrize(("tokens", "text_bytes", "bits"), [(1000, 1000, 2), (1000, 4000, 0.5), (4, 1, 8)])
 def test_bits_are_per_byte_of_text_whatever_a_token_is(tokens: int, text_bytes: int, bits: float) -> None:
     held_out = EvaluationSet("all", BlobRef(digest_of(b"e"), 10, tokens), text_bytes)
     assert bits_per_byte(2 * math.log(2), held_out) == pytest.approx(bits)

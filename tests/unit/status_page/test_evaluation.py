@@ -28,9 +28,7 @@ HOSTILE = "\u202e</blockquote><script>alert(1)</script>\x00{{ 7*7 }}\nsecond   l
 def run(fake_run: Any) -> Any:
     """Three voters train; two evaluation sets and two prompts; at version 4."""
     shard = BlobRef(digest_of(b"s"), 4096, 4096)
-    made = fake_run(
-        data=DataSpec(BYTES, 1, (shard,), SETS), samples=SampleSpec(("def main(", "<b>Once"), 8)
-    )
+    made = fake_run(data=DataSpec(BYTES, 1, (shard,), SETS), samples=SampleSpec(("def main(", "<b>Once"), 8))
     for i in (1, 2, 3):
         made.node(i)
     made.listed()

@@ -276,3 +276,21 @@ def test_data_parallel_is_one_step_per_global_batch() -> None:
 def test_nonsense_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(OperatorError, match=words):
         live(with_outer(**changes))
+
+
+@pytest.mark.parametrize("mbit", [1.0, 8.0])
+def test_no_link_carries_more_than_it_can(mbit: float) -> None:
+    """What was queued and not sent when the run ended, or its sender died, is no traffic."""
+    swarm = Swarm(nodes=6, step_s=1.0, up_mbit=mbit, down_mbit=mbit, mtbf_s=200.0, repair_s=20.0)
+    bare = Model(kind="none", params=2_000_000)
+    result = live(replace(BASE, swarm=swarm, outer=Outer(codec="fp16"), model=bare, run=Run(rounds=6)))
+    most = mbit * 1e6 / 8 * result.hours * 3600
+    assert 0 < max(n.bytes_up for n in result.nodes) <= most * 1.001
+    assert 0 < max(n.bytes_down for n in result.nodes) <= most * 1.001
+
+
+def test_the_goodput_of_a_short_run_is_that_of_a_long_one() -> None:
+    """What is in a pass at the end is not lost."""
+    short, long = (live(replace(BASE, model=Model(kind="none"), run=Run(rounds=n))) for n in (3, 60))
+    assert short.goodput == pytest.approx(long.goodput, abs=0.03)
+    assert 0.97 < long.goodput <= 1.0
