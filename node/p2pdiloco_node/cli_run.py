@@ -5,6 +5,7 @@ Everything heavy is imported inside the commands, so that `--help` answers at on
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,13 +15,54 @@ from p2pdiloco_node.cli_types import ConfigFile, Globs, Whole
 
 if TYPE_CHECKING:
     from p2pdiloco_node.owner.command import Reach
+    from p2pdiloco_node.run_checks import Declared
 
 OwnerKey = Annotated[Path | None, Parameter(name="--owner-key")]
 Peers = Annotated[list[str] | None, Parameter(name="--peers", negative_iterable=())]
 Sets = Annotated[list[str] | None, Parameter(name="--set", negative_iterable=())]
 On = Annotated[bool, Parameter(negative_bool=())]
 
-WAIT_S = 120.0
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Speaking:
+    """What every word of the owner takes."""
+
+    owner_key: OwnerKey = None
+    """Your key. Left out: owner.key in your configuration folder."""
+    peers: Peers = None
+    """HOST:PORT of nodes to ask when the tracker is away; may be given several times."""
+    wait_s: float = 120.0
+    """Seconds to wait until the committee has put it into the log."""
+    json: On = False
+    """Print the result for programs."""
+
+    def reach(self, run: str) -> Reach:
+        from p2pdiloco_node.owner.command import Reach
+
+        return Reach(run, self.owner_key, tuple(self.peers) if self.peers is not None else None, self.wait_s)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Expected:
+    """Machines that the run is meant for."""
+
+    up_mbit: float = 20.0
+    """Upload of a node, in Mbit/s: a pass shorter than its transfer is refused."""
+    down_mbit: float = 100.0
+    """Download of a node, in Mbit/s."""
+    memory_gb: float | None = None
+    """GPU memory of a node, in GiB: a model that does not fit is refused."""
+
+    def declared(self) -> Declared:
+        from p2pdiloco_node.run_checks import Declared
+
+        return Declared(self.up_mbit, self.down_mbit, self.memory_gb)
+
+
+SPEAKING = Speaking()
+EXPECTED = Expected()
 
 
 def add_to(app: App) -> None:
@@ -55,9 +97,7 @@ def new(
     set_: Sets = None,
     config: ConfigFile = None,
     owner_key: OwnerKey = None,
-    up_mbit: float = 20.0,
-    down_mbit: float = 100.0,
-    memory_gb: float | None = None,
+    expected: Expected = EXPECTED,
 ) -> int:
     """Make a run in a new folder, ready to be served by `p2pdiloco tracker --run DIR`.
 
@@ -114,14 +154,7 @@ def new(
         TOML file with all that nodes agree on (run.example.toml); flags go before it.
     owner_key:
         Your key, made if there is none. Left out: owner.key in your configuration folder.
-    up_mbit:
-        Upload that a node is expected to have, in Mbit/s: a pass shorter than its transfer is refused.
-    down_mbit:
-        Download that a node is expected to have, in Mbit/s.
-    memory_gb:
-        GPU memory that a node is expected to have, in GiB: a model that does not fit is refused.
     """
-    from p2pdiloco_node.run_checks import Declared
     from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
     from p2pdiloco_node.run_made import print_made
 
@@ -143,95 +176,50 @@ def new(
     }  # fmt: skip
     for table, values in flags.items():
         parts[table] |= {key: value for key, value in values.items() if value is not None}
-    return print_made(parts, out, jobs, owner_key, Declared(up_mbit, down_mbit, memory_gb))
+    return print_made(parts, out, jobs, owner_key, expected.declared())
 
 
-def inspect(
-    run: str,
-    /,
-    *,
-    up_mbit: float = 20.0,
-    down_mbit: float = 100.0,
-    memory_gb: float | None = None,
-    peers: Peers = None,
-    json: On = False,
-) -> int:
+def inspect(run: str, /, *, expected: Expected = EXPECTED, peers: Peers = None, json: On = False) -> int:
     """What a run fixes, in words with units, how far it is, and what a node needs for it.
 
     Parameters
     ----------
     run:
         A run's folder (DIR), its spec.bin, or its link (http://HOST:PORT/#RUNID).
-    up_mbit:
-        Upload of a node, in Mbit/s.
-    down_mbit:
-        Download of a node, in Mbit/s.
-    memory_gb:
-        GPU memory of a node, in GiB: print what lies where.
     peers:
         HOST:PORT of nodes to ask when the tracker is away; may be given several times.
     json:
         Print it for programs.
     """
     from p2pdiloco_node.owner.command import Reach, print_inspected
-    from p2pdiloco_node.run_checks import Declared
 
     reach = Reach(run, peers=tuple(peers) if peers is not None else None)
-    return print_inspected(reach, Declared(up_mbit, down_mbit, memory_gb), as_json=json)
+    return print_inspected(reach, expected.declared(), as_json=json)
 
 
-def pause(
-    run: str, /, *, owner_key: OwnerKey = None, peers: Peers = None, wait_s: float = WAIT_S, json: On = False
-) -> int:
+def pause(run: str, /, *, owner: Speaking = SPEAKING) -> int:
     """Nobody trains until you resume; nodes go on serving and voting.
 
     Parameters
     ----------
     run:
         The run's link, or its folder (DIR) where its tracker runs on this machine.
-    owner_key:
-        Your key. Left out: owner.key in your configuration folder.
-    peers:
-        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
-    wait_s:
-        Seconds to wait until the committee has put the word into the log.
-    json:
-        Print the result for programs.
     """
-    return _say("pause", run, owner_key, peers, wait_s, as_json=json)
+    return _say("pause", run, owner)
 
 
-def resume(
-    run: str, /, *, owner_key: OwnerKey = None, peers: Peers = None, wait_s: float = WAIT_S, json: On = False
-) -> int:
+def resume(run: str, /, *, owner: Speaking = SPEAKING) -> int:
     """Nodes train again.
 
     Parameters
     ----------
     run:
         The run's link, or its folder (DIR) where its tracker runs on this machine.
-    owner_key:
-        Your key. Left out: owner.key in your configuration folder.
-    peers:
-        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
-    wait_s:
-        Seconds to wait until the committee has put the word into the log.
-    json:
-        Print the result for programs.
     """
-    return _say("resume", run, owner_key, peers, wait_s, as_json=json)
+    return _say("resume", run, owner)
 
 
-def extend(
-    run: str,
-    /,
-    *,
-    tokens: str,
-    owner_key: OwnerKey = None,
-    peers: Peers = None,
-    wait_s: float = WAIT_S,
-    json: On = False,
-) -> int:
+def extend(run: str, /, *, tokens: str, owner: Speaking = SPEAKING) -> int:
     """Move the target: the run is over after so many tokens, and the learning rate ends there.
 
     Parameters
@@ -240,63 +228,29 @@ def extend(
         The run's link, or its folder (DIR) where its tracker runs on this machine.
     tokens:
         The new target in all: a number, with K, M, G or T.
-    owner_key:
-        Your key. Left out: owner.key in your configuration folder.
-    peers:
-        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
-    wait_s:
-        Seconds to wait until the committee has put the word into the log.
-    json:
-        Print the result for programs.
     """
     from p2pdiloco_node.owner.command import print_word
     from p2pdiloco_node.owner.words import Wanted
     from p2pdiloco_node.run_file import parse_tokens
 
     wanted = Wanted("extend", target_tokens=parse_tokens(tokens))
-    return print_word(_reach(run, owner_key, peers, wait_s), wanted, as_json=json)
+    return print_word(owner.reach(run), wanted, as_json=owner.json)
 
 
-def finish(
-    run: str,
-    /,
-    *,
-    owner_key: OwnerKey = None,
-    peers: Peers = None,
-    wait_s: float = WAIT_S,
-    yes: On = False,
-    json: On = False,
-) -> int:
+def finish(run: str, /, *, yes: On = False, owner: Speaking = SPEAKING) -> int:
     """End the run now: nodes keep the model. This cannot be taken back.
 
     Parameters
     ----------
     run:
         The run's link, or its folder (DIR) where its tracker runs on this machine.
-    owner_key:
-        Your key. Left out: owner.key in your configuration folder.
-    peers:
-        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
-    wait_s:
-        Seconds to wait until the committee has put the word into the log.
     yes:
         Do not ask.
-    json:
-        Print the result for programs.
     """
-    return _say("finish", run, owner_key, peers, wait_s, as_json=json, yes=yes)
+    return _say("finish", run, owner, yes=yes)
 
 
-def revoke(
-    run: str,
-    peer: str,
-    /,
-    *,
-    owner_key: OwnerKey = None,
-    peers: Peers = None,
-    wait_s: float = WAIT_S,
-    json: On = False,
-) -> int:
+def revoke(run: str, peer: str, /, *, owner: Speaking = SPEAKING) -> int:
     """Refuse a node's deltas from now on, and take its seat. This cannot be taken back.
 
     Parameters
@@ -305,19 +259,11 @@ def revoke(
         The run's link, or its folder (DIR) where its tracker runs on this machine.
     peer:
         Its PeerId, the beginning of it, or its name as the page shows it.
-    owner_key:
-        Your key. Left out: owner.key in your configuration folder.
-    peers:
-        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
-    wait_s:
-        Seconds to wait until the committee has put the word into the log.
-    json:
-        Print the result for programs.
     """
     from p2pdiloco_node.owner.command import print_word
     from p2pdiloco_node.owner.words import Wanted
 
-    return print_word(_reach(run, owner_key, peers, wait_s), Wanted("revoke", peer=peer), as_json=json)
+    return print_word(owner.reach(run), Wanted("revoke", peer=peer), as_json=owner.json)
 
 
 def recover(
@@ -326,11 +272,8 @@ def recover(
     *,
     seats: Annotated[list[str] | None, Parameter(negative_iterable=())] = None,
     force: On = False,
-    owner_key: OwnerKey = None,
-    peers: Peers = None,
-    wait_s: float = WAIT_S,
     yes: On = False,
-    json: On = False,
+    owner: Speaking = SPEAKING,
 ) -> int:
     """Rescue a run whose committee lost its majority: those who are there go on without the others.
 
@@ -343,21 +286,13 @@ def recover(
         had one or trained lately.
     force:
         Although a majority of the committee is there.
-    owner_key:
-        Your key. Left out: owner.key in your configuration folder.
-    peers:
-        HOST:PORT of nodes to ask when the tracker is away; may be given several times.
-    wait_s:
-        Seconds to wait until a majority of the new committee follows.
     yes:
         Do not ask.
-    json:
-        Print the result for programs.
     """
     from p2pdiloco_node.owner.command import print_recovered
 
-    reach = _reach(run, owner_key, peers, wait_s)
-    return print_recovered(reach, seats or (), force=force, yes=yes, as_json=json)
+    reach = owner.reach(run)
+    return print_recovered(reach, seats or (), force=force, yes=yes, as_json=owner.json)
 
 
 def fork(
@@ -372,9 +307,7 @@ def fork(
     set_: Sets = None,
     config: ConfigFile = None,
     owner_key: OwnerKey = None,
-    up_mbit: float = 20.0,
-    down_mbit: float = 100.0,
-    memory_gb: float | None = None,
+    expected: Expected = EXPECTED,
     json: On = False,
 ) -> int:
     """A new run from a certified version of another one, with other figures or other text.
@@ -399,17 +332,10 @@ def fork(
         TOML file with what differs (run.example.toml).
     owner_key:
         Your key for the new run, made if there is none. Left out: owner.key in your configuration folder.
-    up_mbit:
-        Upload that a node is expected to have, in Mbit/s.
-    down_mbit:
-        Download that a node is expected to have, in Mbit/s.
-    memory_gb:
-        GPU memory that a node is expected to have, in GiB.
     json:
         Print the result for programs.
     """
     from p2pdiloco_node.owner.command import Reach, print_forked
-    from p2pdiloco_node.run_checks import Declared
     from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
 
     parts = read_run_file(config)
@@ -420,21 +346,12 @@ def fork(
     }
     for table, values in flags.items():
         parts[table] |= {key: value for key, value in values.items() if value is not None}
-    declared = Declared(up_mbit, down_mbit, memory_gb)
+    declared = expected.declared()
     return print_forked(Reach(run, owner_key), version, out, parts, declared, as_json=json)
 
 
-def _reach(run: str, owner_key: Path | None, peers: list[str] | None, wait_s: float) -> Reach:
-    from p2pdiloco_node.owner.command import Reach
-
-    return Reach(run, owner_key, tuple(peers) if peers is not None else None, wait_s)
-
-
-def _say(
-    kind: str, run: str, owner_key: Path | None, peers: list[str] | None, wait_s: float, *, as_json: bool,
-    yes: bool = True,
-) -> int:  # fmt: skip
+def _say(kind: str, run: str, owner: Speaking, *, yes: bool = True) -> int:
     from p2pdiloco_node.owner.command import print_word
     from p2pdiloco_node.owner.words import Wanted
 
-    return print_word(_reach(run, owner_key, peers, wait_s), Wanted(kind), as_json=as_json, yes=yes)
+    return print_word(owner.reach(run), Wanted(kind), as_json=owner.json, yes=yes)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.wire.envelope import PROTOCOL_VERSION
+
 from .swarm_kit import free_port, make_run, swarm_in, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -141,7 +143,7 @@ def test_another_version_is_named_on_both_sides(tmp_path: Path) -> None:
     with web_server({"/v1/version": version}) as url:
         code, said = cli("node", "--join", url, "--data-dir", str(tmp_path / "n"))
     assert code == 5
-    assert "speaks protocol 99 (p2pdiloco 9.9), this is protocol 1" in last_line(said)
+    assert f"speaks protocol 99 (p2pdiloco 9.9), this is protocol {PROTOCOL_VERSION} " in last_line(said)
     assert "pip install --upgrade p2pdiloco" in last_line(said)
 
 
