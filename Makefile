@@ -23,8 +23,10 @@ TORCH_SPEC ?= torch==2.13.0
 endif
 
 PYTEST := $(BIN)/python -m pytest
+PURE := not e2e and not timed and not long and not extras
+REAL := (e2e or timed) and not long and not extras
 
-.PHONY: help demo test lint rules unit sim e2e format bench simulate-long clean
+.PHONY: help demo test test-long test-extras lint rules unit sim e2e format bench simulate-long clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +36,8 @@ help:
 	@echo "make unit           rules, unit and contract tests only"
 	@echo "make sim            simulated swarms only"
 	@echo "make e2e            tests with real processes only, one after the other"
+	@echo "make test-long      tests with real processes that take minutes each"
+	@echo "make test-extras    installs datasets and wandb, and runs the tests that need them"
 	@echo "make format         let ruff format and mend the code"
 	@echo "make bench          codec and outer-step speed on this machine (about a minute)"
 	@echo "make simulate-long  20,000 simulated swarms (hours)"
@@ -46,11 +50,11 @@ test: $(VENV)/.dev-installed
 	@echo "==> 1/4 lint and types"
 	@$(MAKE) --no-print-directory lint
 	@echo "==> 2/4 rules, unit and contract tests ($(JOBS) processes)"
-	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/rules tests/unit tests/contracts
+	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/rules tests/unit tests/contracts
 	@echo "==> 3/4 simulated swarms ($(JOBS) processes)"
-	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/sim
+	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/sim
 	@echo "==> 4/4 real processes and timed tests, one at a time; the demo with faults is the last and longest"
-	$(PYTEST) -m "e2e or timed" tests
+	$(PYTEST) -m "$(REAL)" tests
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
@@ -58,13 +62,20 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev-installed
-	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/rules tests/unit tests/contracts
+	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/rules tests/unit tests/contracts
 
 sim: $(VENV)/.dev-installed
-	$(PYTEST) -q -n $(JOBS) -m "not e2e and not timed" tests/sim
+	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/sim
 
 e2e: $(VENV)/.dev-installed
-	$(PYTEST) -m "e2e or timed" tests
+	$(PYTEST) -m "$(REAL)" tests
+
+test-long: $(VENV)/.dev-installed
+	$(PYTEST) -v -m "long" tests
+
+test-extras: $(VENV)/.dev-installed
+	$(BIN)/python -m pip install --no-input --disable-pip-version-check -e '.[hub,wandb]'
+	$(PYTEST) -v -m "extras" tests
 
 format: $(VENV)/.dev-installed
 	$(BIN)/ruff format .

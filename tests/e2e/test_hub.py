@@ -1,4 +1,4 @@
-"""Datasets through the `datasets` library, where it is installed: a folder on this disk stands for a hub."""
+"""Datasets through the `datasets` library, of `p2pdiloco[hub]`: a folder on this disk stands for a hub."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-pytest.importorskip("datasets")
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.extras
 
 # In a process of its own: the library starts threads and leaves files open that the warnings filter minds.
 READ = """

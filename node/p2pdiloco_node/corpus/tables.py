@@ -83,7 +83,7 @@ def read_hub(name: str, column: str, first: int) -> Iterator[Rows]:
         import datasets
     except ImportError:
         raise OperatorError(
-            f"hf:{name} needs the datasets library: pip install datasets, or fetch the files yourself and "
+            f"hf:{name} needs the datasets library: pip install 'p2pdiloco[hub]', or fetch the files yourself and "
             "name them with --data.",
             exit_code=2,
         ) from None

@@ -174,10 +174,10 @@ async def test_points_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.
     assert tracking._left_out == 50 - len(written)
 
 
+@pytest.mark.extras
 async def test_wandb_offline_keeps_what_was_tracked_below_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(limits, "tracking_end_s", 60.0)
     assert await track(Wanted(wandb="project"), tmp_path) == []
@@ -190,8 +190,8 @@ async def test_wandb_offline_keeps_what_was_tracked_below_the_folder(
     assert "&lt;script&gt;alert(1)" in await asyncio.to_thread(page.read_text)
 
 
+@pytest.mark.extras
 async def test_wandb_without_a_login_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
