@@ -83,8 +83,8 @@ def read_hub(name: str, column: str, first: int) -> Iterator[Rows]:
         import datasets
     except ImportError:
         raise OperatorError(
-            f"hf:{name} needs the datasets library: pip install 'p2pdiloco[hub]', or fetch the files yourself and "
-            "name them with --data.",
+            f"hf:{name} needs the datasets library: pip install 'p2pdiloco[hub]', or fetch the files "
+            "yourself and name them with --data.",
             exit_code=2,
         ) from None
     where, config, split = hub_parts(name)
