@@ -193,10 +193,8 @@ class _Making:
         split = choose_held_out(self._indices(), sources=names, evaluation_bytes=evaluation)
         self._work.keep(split)
         held = f"{len(split.held):,} documents or ends of one are held out for evaluation"
-        self._told.say(
-            f"{split.documents:,} documents, {amount(split.size)} of text, without {split.copies:,} "
-            f"copies; {held}."
-        )
+        copies = f", without {split.copies:,} exact copies" if split.copies else ", no copies among them"
+        self._told.say(f"{split.documents:,} documents, {amount(split.size)} of text{copies}; {held}.")
         return split
 
     def _indices(self) -> Iterator[Index]:
@@ -269,10 +267,8 @@ class _Making:
         data = DataSpec(spec, width, tuple(refs[number] for number in range(shards)), sets)
         work.keep(data)
         held = sum(s.shard.tokens for s in sets)
-        self._told.say(
-            f"{tokenised.tokens:,} tokens in {shards:,} shards, {held:,} held out in {len(sets)} "
-            "evaluation sets."
-        )
+        kept = f"{held:,} held out" + (f" in {len(sets)} evaluation sets" if len(sets) > 1 else "")
+        self._told.say(f"{tokenised.tokens:,} tokens in {shards:,} shards, {kept}.")
         return data
 
     def _tokenizer(self) -> Tokenizer:
