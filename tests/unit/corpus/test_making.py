@@ -121,7 +121,7 @@ def test_every_document_is_on_one_side_once(folder: Path, tmp_path: Path) -> Non
     assert "".join(parts) == long_text
     assert data.evaluations[0].text_bytes == sum(len(t.encode()) for t in held_out)
     assert 0.05 < data.evaluation.tokens / sum(s.tokens for s in data.shards) <= 0.12
-    assert any("100 copies" in sentence for sentence in said.said)
+    assert any("100 exact copies" in sentence for sentence in said.said)
     assert any("1 were empty; 1 were broken" in s and "a.jsonl, line 402" in s for s in said.said)
 
 
