@@ -24,7 +24,8 @@ endif
 
 PYTEST := $(BIN)/python -m pytest
 PURE := not e2e and not timed and not long and not extras
-REAL := (e2e or timed) and not long and not extras
+REAL := e2e and not timed and not long and not extras
+ALONE := timed and not long
 
 .PHONY: help demo test test-long test-extras lint rules unit sim e2e format bench simulate-long clean
 .DEFAULT_GOAL := help
@@ -35,7 +36,7 @@ help:
 	@echo "make lint           ruff and mypy only"
 	@echo "make unit           rules, unit and contract tests only"
 	@echo "make sim            simulated swarms only"
-	@echo "make e2e            tests with real processes only, one after the other"
+	@echo "make e2e            tests with real processes only"
 	@echo "make test-long      tests with real processes that take minutes each"
 	@echo "make test-extras    installs datasets and wandb, and runs the tests that need them"
 	@echo "make format         let ruff format and mend the code"
@@ -47,14 +48,16 @@ demo: $(VENV)/.node-installed
 	$(BIN)/p2pdiloco demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev-installed
-	@echo "==> 1/4 lint and types"
+	@echo "==> 1/5 lint and types"
 	@$(MAKE) --no-print-directory lint
-	@echo "==> 2/4 rules, unit and contract tests ($(JOBS) processes)"
+	@echo "==> 2/5 rules, unit and contract tests ($(JOBS) processes)"
 	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/rules tests/unit tests/contracts
-	@echo "==> 3/4 simulated swarms ($(JOBS) processes)"
+	@echo "==> 3/5 simulated swarms ($(JOBS) processes)"
 	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/sim
-	@echo "==> 4/4 real processes and timed tests, one at a time; the demo with faults is the last and longest"
-	$(PYTEST) -m "$(REAL)" tests
+	@echo "==> 4/5 commands as people give them ($(JOBS) processes)"
+	$(PYTEST) -q -n $(JOBS) -m "$(REAL)" tests/e2e
+	@echo "==> 5/5 whole swarms of real processes under faults, one at a time"
+	$(PYTEST) -m "$(ALONE)" tests
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
@@ -68,7 +71,8 @@ sim: $(VENV)/.dev-installed
 	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/sim
 
 e2e: $(VENV)/.dev-installed
-	$(PYTEST) -m "$(REAL)" tests
+	$(PYTEST) -q -n $(JOBS) -m "$(REAL)" tests/e2e
+	$(PYTEST) -m "$(ALONE)" tests
 
 test-long: $(VENV)/.dev-installed
 	$(PYTEST) -v -m "long" tests

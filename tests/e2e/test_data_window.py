@@ -24,7 +24,7 @@ from p2pdiloco_node.training.shard_plan import costs_of, least_bytes
 
 from .swarm_kit import WORDS, Process, Swarm, free_port, swarm_in, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 SHARDS, WINDOW, SHARD_BYTES = 40, 2, 16_000
 START_S, STEP_S = 150.0, 90.0

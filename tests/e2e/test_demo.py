@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from p2pdiloco.ids import PeerId
-from p2pdiloco.run_spec import open_run_spec
+from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.verify import verify_run
 
@@ -22,7 +23,7 @@ from .swarm_kit import processes_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timed]
 
-CHAOS_S_MAX = 360.0
+DEMO_S_MAX = 360.0
 KEYS = {
     "seed", "nodes", "run_id", "version", "seconds", "tokens", "eval_loss_first", "eval_loss_last",
     "bits_per_byte_last", "state_digests", "terms", "aggregators", "voters", "deltas", "staleness",
@@ -45,44 +46,56 @@ def said(folder: Path) -> str:
     return (folder / "demo.log").read_text("utf-8", "replace")
 
 
-def test_the_demo_with_faults(tmp_path: Path) -> None:
-    summary_path = tmp_path / "out.json"
-    process = demo("--chaos", "--json", str(summary_path), "--keep", str(tmp_path / "kept"), folder=tmp_path)
+def finished(folder: Path, *arguments: str) -> tuple[dict[str, Any], RunSpec]:
+    """Summary and spec of a demo that ran to its end, with what holds of each."""
+    summary_path = folder / "out.json"
+    process = demo("--json", str(summary_path), "--keep", str(folder / "kept"), *arguments, folder=folder)
     try:
-        code = process.wait(CHAOS_S_MAX)
+        code = process.wait(DEMO_S_MAX)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.wait(10)
-    assert code == 0, said(tmp_path)
+    assert code == 0, said(folder)
     s = json.loads(summary_path.read_text())
     assert set(s) == KEYS
     assert len(set(s["state_digests"].values())) == 1
     assert len(s["state_digests"]) == s["nodes"] == 3
-    assert s["eval_loss_last"] <= 0.75 * s["eval_loss_first"]
-    assert len(s["aggregators"]) >= 2
+    assert set(s["deltas"]["refused"]) <= {"RUN_OVER"}, said(folder)
 
-    run, spec = open_run_spec((tmp_path / "kept" / "run" / "spec.bin").read_bytes(), verify_ed25519)
+    run, spec = open_run_spec((folder / "kept" / "run" / "spec.bin").read_bytes(), verify_ed25519)
     assert s["run_id"] == run.hex()
     assert s["version"] == spec.target_version
     assert PeerId(spec.committee.genesis.witness).hex() not in s["aggregators"]
+
+    verified = verify_run(folder / "kept")
+    assert (verified.first_version, verified.version) == (0, s["version"])
+    assert verified.state_root.hex() in s["state_digests"].values()
+    assert verified.deltas == s["deltas"]["accepted"]
+    assert processes_of(folder) == []
+    return s, spec
+
+
+def test_a_short_demo(tmp_path: Path) -> None:
+    s, _ = finished(tmp_path, "--outer-steps", "6")
+    assert s["eval_loss_last"] < s["eval_loss_first"] - 0.3
+    assert s["faults"] == []
+
+
+@pytest.mark.long
+def test_the_demo_with_faults(tmp_path: Path) -> None:
+    s, spec = finished(tmp_path, "--chaos")
+    assert s["eval_loss_last"] <= 0.75 * s["eval_loss_first"]
+    assert len(s["aggregators"]) >= 2
     assert 3.0 <= spec.inner.pass_s <= 6.0
 
     kinds = ["kill aggregator", "kill node", "pause node", "kill tracker"]
     assert [fault["kind"] for fault in s["faults"]] == kinds
-    full_round_s = spec.inner.pass_s
     for fault in s["faults"]:
         assert fault["to_next_version_s"] is not None, said(tmp_path)
-        assert fault["to_next_version_s"] <= 10 + full_round_s, said(tmp_path)
+        assert fault["to_next_version_s"] <= 10 + spec.inner.pass_s, said(tmp_path)
         assert fault["to_contribution_s"] is not None, said(tmp_path)
     assert max(s["longest_inner_gap_s"].values()) <= 3.0, said(tmp_path)
-    assert set(s["deltas"]["refused"]) <= {"RUN_OVER"}, said(tmp_path)
-
-    verified = verify_run(tmp_path / "kept")
-    assert (verified.first_version, verified.version) == (0, s["version"])
-    assert verified.state_root.hex() in s["state_digests"].values()
-    assert verified.deltas == s["deltas"]["accepted"]
-    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("moment", [r"to time an inner step", r"version \d+ of \d+; node-1 training"])

@@ -13,7 +13,7 @@ from p2pdiloco_node.run_new import create_run
 
 from .swarm_kit import free_port, get, swarm_in, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timed]
 
 END_S = 150.0  # imports of a trainer on a busy machine, six versions, two evaluations and samples
 SOURCES = {

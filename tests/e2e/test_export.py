@@ -16,7 +16,7 @@ from p2pdiloco.ids import digest_of
 
 from .swarm_kit import free_port, get, make_run, swarm_in, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timed]
 OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1"}
 VERSIONS = 4
 START_S = 240.0  # imports of torch on a busy machine

@@ -16,7 +16,7 @@ from p2pdiloco_node.verify import verify_run
 
 from .swarm_kit import Swarm, free_port, make_run, swarm_in, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 START_S = 60.0  # imports of several trainers on a busy machine
 STEP_S = 40.0  # for anything that takes a pass or an election

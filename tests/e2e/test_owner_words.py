@@ -27,7 +27,7 @@ from p2pdiloco_node.verify import verify_run
 
 from .light_swarm import LightSwarm, light_swarm, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timed]
 WAIT_S = 180.0  # generous: the machine may be busy
 
 

@@ -19,7 +19,7 @@ from p2pdiloco_node.verify import verify_run
 
 from .swarm_kit import Swarm, free_port, make_run, processes_of, swarm_in, wait_for
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timed]
 
 START_S = 60.0  # imports of several trainers on a busy machine
 STEP_S = 40.0  # for anything that takes a pass or an election

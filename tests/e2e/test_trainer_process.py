@@ -36,7 +36,7 @@ from p2pdiloco_node.training.supervisor import WORKER, Beginning, Supervisor, To
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.training.token_files import open_token_files
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timed]
 
 WORD = "the swarm trains one model together over the ordinary internet\n"
 
