@@ -35,6 +35,7 @@ known_address_s_max = 600.0  # an address counts as known so long after a peer w
 # Protocol
 contributions_max = 32  # deltas in one outer step
 refused_max = 32  # refusals named in one outer step
+words_waiting_max = 32  # owner's words that a voter keeps until they are certified; more is an owner's loop
 in_flight_max = 2  # unsettled deltas of one node in a fragment (algorithm.md 3, bound on solo work)
 pass_prolonged_factor = 4  # a prolonged pass: at most 4 H steps (algorithm.md 3)
 headerless_s_max = 3600.0  # a delta that voters HAVE and whose header never came here is forgotten
@@ -209,7 +210,7 @@ donor_avoided_s = 30.0  # a donor that did not answer, or lied, is asked behind 
 data_disk_reserve_bytes = 256 * MIB  # left free on the disk by data, besides room for the states
 
 # What an owner's key signed
-ledger_bytes_max = MIB  # 10,000 runs of one owner at 100 bytes
+ledger_bytes_max = MIB  # 2,000 runs of one owner at 500 bytes: numbers and the last word of each
 
 # Making a run
 model_config_bytes_max = 16 * KIB  # arguments of a config class; the longest known are 2 KiB
@@ -254,3 +255,25 @@ lab_message_bytes_max = 64 * MIB  # a result: 1,024 nodes and joiners at 200 byt
 lab_told_s = 0.25  # a run says how far it is at most so often
 lab_events_max = 2_000_000  # of a lab run without an outer step; a thousand nodes make 100,000 a pass
 lab_cache_bytes_max = 1024 * MIB  # results kept for later; the oldest go first
+
+# What a RunSpec may ask of the nodes that join: a stranger wrote it
+run_tokens_max = 2**53  # whole numbers up to here are exact as float64, in which shares are computed
+run_versions_max = 2**40  # outer steps; one in a millisecond for thirty years
+inner_steps_max = 2**20  # of a pass; a day of twelve in a second
+sequences_per_step_max = 2**16  # of an inner step; each is a forward pass where memory is short
+sequence_tokens_max = 2**17  # of one sequence; longer contexts are trained in few places and never from home
+step_tokens_max = 2**26  # of an inner step: its batch is 8 bytes a token in memory; the largest known are 2**26
+staleness_rounds_max = 64  # clocks_kept_max holds no more where a round has 16 versions
+sample_prompts_max = 4  # a page's column
+sample_prompt_chars_max = 400  # of one prompt; a paragraph
+sample_prompt_tokens_max = 4 * sample_prompt_chars_max  # a character has up to four bytes, a token each
+made_with_chars_max = 120  # releases of the libraries that made a run: names and numbers
+window_sequences_max = 2**23  # of the shards that a node reads at once: their order takes 40 bytes each in memory
+frame_bytes_max = frame_content_bytes_max + 64 * KIB  # what does not compress grows by less than that
+
+# A tokenizer.json, which may be a stranger's
+tokenizer_parts_max = 16  # normalizers, pre-tokenizers or decoders in a sequence; the longest known has 6
+tokenizer_nesting_max = 4  # of sequences in sequences; known ones have 2
+tokenizer_growth_max = 64  # times that text may grow in bytes before it is cut into tokens, or behind
+tokenizer_pattern_chars_max = 2000  # of a regular expression; the longest known has 400
+token_text_bytes_max = 2048  # of one token as the file has it; the longest known have 512

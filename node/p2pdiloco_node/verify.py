@@ -34,17 +34,14 @@ from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.outer_step import check_outer_step
 from p2pdiloco.rules.state import (
     RulesState,
-    after_membership,
-    after_outer_step,
-    after_owner,
+    after_entry,
     genesis_state,
     rules_digest,
-    targets_reached,
 )
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.envelope import verify_entry
-from p2pdiloco.wire.log import Content, Entry, Membership, OuterStep, OwnerWord, state_root
+from p2pdiloco.wire.log import Content, Entry, OuterStep, state_root
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.ports import Array, Purpose
@@ -248,12 +245,7 @@ def _rules_after_each(spec: RunSpec, contents: Sequence[Content]) -> list[RulesS
     states = [genesis_state(spec)]
     for place, content in enumerate(contents):
         try:
-            if isinstance(content, OuterStep):
-                states.append(after_outer_step(states[-1], content, spec))
-            elif isinstance(content, Membership):
-                states.append(after_membership(states[-1], content.committee))
-            else:
-                states.append(after_owner(states[-1], content.word))
+            states.append(after_entry(states[-1], content, spec))
         except AssertionError as error:
             raise _failed(place + 1, str(error)) from None
     return states
@@ -357,8 +349,6 @@ class _Replay:
         try:
             if isinstance(content, OuterStep):
                 self._outer_step(index, before, content)
-            elif not isinstance(content, Membership):
-                self._owner(index, before, content.word)
         except PeerError as error:
             raise _failed(index, str(error)) from None
         if self.root(after) != content.state_root:
@@ -385,16 +375,3 @@ class _Replay:
         if reason is not None:
             raise _failed(index, reason)
         apply_outer_step(self._state, mean, step.scalars, spec.outer.mu)
-
-    def _owner(self, index: int, before: RulesState, word: OwnerWord) -> None:
-        if word.kind == "finish" and word.owner_sequence == 0:
-            if not targets_reached(before, self._spec):
-                raise _failed(index, "it ends the run before its targets are reached")
-            return
-        if word.owner_sequence <= before.owner_sequence:
-            raise _failed(index, "the owner's word is older than one before it")
-        if word.kind == "recover":
-            return  # the chain has checked it: its certificate is the owner's signature over all of it
-        statement = word.statement(self._log.run, self._log.epoch_at(index))
-        if not verify_ed25519(self._spec.owner_key, word.signature, statement):
-            raise _failed(index, "the owner did not sign this word")

@@ -19,10 +19,8 @@ from p2pdiloco.rules.closing import Arrival, ClosingView, Decision, Spreads, dec
 from p2pdiloco.rules.full_round import latest_tokens
 from p2pdiloco.rules.outer_step import plan_outer_step, too_late
 from p2pdiloco.rules.state import is_trusted, targets_reached
-from p2pdiloco.wire.log import Content, Left, OuterStep, OwnerEntry, OwnerWord
+from p2pdiloco.wire.log import FINISH, Content, Left, OuterStep, OwnerEntry, OwnerWord
 from p2pdiloco.wire.log import Membership as MembershipEntry
-
-FINISH = OwnerWord("finish", 0, 0, b"", b"")  # warranted by the RunSpec's targets
 
 
 class Aggregation:
@@ -64,12 +62,16 @@ class Aggregation:
         self._last_step_at = self._progress_at = self._ctx.now
 
     def heard_word(self, word: OwnerWord) -> bool:
-        """An owner's word with a verified signature. True if it is news: then it is passed on."""
+        """An owner's word with a verified signature. True if it is news and kept: then it is passed on.
+
+        What is not kept would be news again each time that another voter passes it on.
+        """
         known = self._words.get(word.owner_sequence)
         if known is not None or word.owner_sequence <= self._applied.rules.owner_sequence:
             return False
-        if len(self._words) < limits.refused_max:
-            self._words[word.owner_sequence] = word
+        if len(self._words) >= limits.words_waiting_max:
+            return False
+        self._words[word.owner_sequence] = word
         return True
 
     @property
@@ -243,18 +245,12 @@ class Aggregation:
 
     def refuses_word(self, word: OwnerWord) -> str | None:
         """Why a voter gives no ack for this owner entry; None if it may."""
-        state, me = self._applied.rules, self._ctx.identity
+        state = self._applied.rules
         if state.finished:
             return "the run is over"
-        if word.owner_sequence == 0:
-            warranted = word == FINISH and targets_reached(state, me.spec)
-            return None if warranted else "no target of the RunSpec is reached"
-        if word.owner_sequence <= state.owner_sequence:
-            return "an owner's word that was followed already"
-        if word.kind == "recover" or word.committee is not None:
-            return "a recovery is the owner's own entry and no proposal"
-        if not me.verify(me.spec.owner_key, word.signature, word.statement(me.run, self._log.epoch)):
-            return "not signed by the owner"
+        why = self._log.refuses_word(word)
+        if why is not None:
+            return why
         if word.kind == "revoke" and (
             len(word.peer) != len(NO_DIGEST) or len(state.revoked) >= limits.revoked_max
         ):

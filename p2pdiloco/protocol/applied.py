@@ -16,16 +16,9 @@ from p2pdiloco.protocol.actions import InstallEntry, PrepareOuterStep
 from p2pdiloco.protocol.context import Context, Restored
 from p2pdiloco.protocol.delta_pool import DeltaPool
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.rules.state import (
-    RulesState,
-    after_membership,
-    after_outer_step,
-    after_owner,
-    genesis_state,
-    rules_digest,
-)
+from p2pdiloco.rules.state import RulesState, after_entry, genesis_state, rules_digest
 from p2pdiloco.wire.codec import decode, encode
-from p2pdiloco.wire.log import Content, Membership, OuterStep, state_root
+from p2pdiloco.wire.log import Content, OuterStep, state_root
 
 
 class Applied:
@@ -80,7 +73,7 @@ class Applied:
                 return None
         else:
             roots = self._roots
-        return state_root(*roots, rules_digest(self._rules_after(content)))
+        return state_root(*roots, rules_digest(after_entry(self.rules, content, self._ctx.spec)))
 
     def prepared(self, ticket: Digest, params_root: Digest, momentum_root: Digest) -> None:
         if ticket in self._preparing:
@@ -121,7 +114,7 @@ class Applied:
         if isinstance(content, OuterStep):
             ticket = self._ticket(content)
             self._roots = self._prepared[ticket]
-        self.rules = self._rules_after(content)
+        self.rules = after_entry(self.rules, content, self._ctx.spec)
         self.index += 1
         self._forget_candidates()
         step = content if isinstance(content, OuterStep) else None
@@ -156,10 +149,3 @@ class Applied:
     def _ticket(self, step: OuterStep) -> Digest:
         plain = msgspec.structs.replace(step, state_root=NO_DIGEST)
         return tagged_digest("ticket", self._log.head_at(self.index), encode(plain))
-
-    def _rules_after(self, content: Content) -> RulesState:
-        if isinstance(content, OuterStep):
-            return after_outer_step(self.rules, content, self._ctx.spec)
-        if isinstance(content, Membership):
-            return after_membership(self.rules, content.committee)
-        return after_owner(self.rules, content.word)

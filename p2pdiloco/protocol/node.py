@@ -13,8 +13,6 @@ from p2pdiloco.ids import Digest, PeerId, digest_of
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.actions import (
     Action,
-    CutLog,
-    EnterEpoch,
     RememberPeer,
     RunEnded,
     SaveEntries,
@@ -52,7 +50,7 @@ class Node:
         """`rng` gives uniform numbers in [0, 1); everything durable comes in `restored`."""
         self._ctx = ctx = Context(identity, rng)
         self._bodies: dict[Digest, bytes] = {}
-        self._log = RunLog(identity.run, identity.spec, restored.entries)
+        self._log = RunLog(identity.run, identity.spec, restored.entries, verify=identity.verify)
         self._pool = DeltaPool(ctx, restored.held)
         self._applied = Applied(ctx, self._log, self._pool, restored)
         self._ballot = Ballot(ctx, restored.record, self._log.epoch)
@@ -70,8 +68,10 @@ class Node:
         self._spreading = Spreading(ctx, self._log, self._membership)
         self._sync = SnapshotSync(ctx, self._log, self._applied, restored.snapshots)
         self._recovery = Recovery(
-            ctx, self._log, self._ballot, self._spreading, append=self._append, cut=self._cut
-        )
+            ctx, self._log, self._ballot, self._spreading, self._applied, self._pool, self._sync,
+            self._trainee, append=self._append,
+            of_an_epoch=(self._proposals, self._election, self._membership, self._aggregation),
+        )  # fmt: skip
         self._leaving = Leaving(ctx, self._log, self._election, self._membership)
         self._beat_at = float("-inf")  # clocks may start below zero
 
@@ -277,39 +277,12 @@ class Node:
                 added.append(entry)
                 self._proposals.appended(body.content)
                 if self._log.epoch > epoch:
-                    self._epoch_began(committee)
+                    self._recovery.epoch_began(committee)
         finally:
             if added:
                 self._ctx.emit(SaveEntries(tuple(added)))
                 self._election.certified_in(added[-1].certificate.term)
                 self._spreading.appended(before, members)
-
-    def _cut(self, index: int) -> None:
-        """The owner's recovery left the entries after `index` behind: so does this node."""
-        log = self._log
-        self._ctx.say(
-            "recovery",
-            f"{log.index - index} entries after {index} are lost: the owner's recovery goes on without them",
-        )
-        version, epoch = log.version_at(index), log.epoch
-        log.cut(index)
-        self._ctx.emit(CutLog(index))
-        if log.epoch != epoch:
-            self._ctx.emit(EnterEpoch(log.epoch))
-        self._sync.cut(index)
-        self._pool.went_back(version)
-        if self._applied.index > index:
-            self._sync.go_back()
-            self._trainee.went_back()
-
-    def _epoch_began(self, before: Committee) -> None:
-        """Whatever was won, promised, heard or said to do was so in the epoch before."""
-        self._ctx.emit(EnterEpoch(self._log.epoch))
-        self._recovery.epoch_began(before)
-        self._proposals.epoch_began()
-        self._election.epoch_began()
-        self._membership.epoch_began()
-        self._aggregation.epoch_began()
 
     def _apply(self) -> None:
         far = self._sync.is_far(self._log.index - self._applied.index)

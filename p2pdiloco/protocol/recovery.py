@@ -10,14 +10,20 @@ Nothing here leads, votes or proposes: the first entry of an epoch needs nobody 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.ids import PeerId
+from p2pdiloco.protocol.actions import CutLog, EnterEpoch
+from p2pdiloco.protocol.applied import Applied
 from p2pdiloco.protocol.ballot import Ballot
 from p2pdiloco.protocol.context import Context
+from p2pdiloco.protocol.delta_pool import DeltaPool
 from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.protocol.snapshot_sync import SnapshotSync
 from p2pdiloco.protocol.spreading import Spreading
+from p2pdiloco.protocol.trainee import Trainee
 from p2pdiloco.wire.log import Committee, Entry, open_body
 from p2pdiloco.wire.messages import (
     DeltaHeader,
@@ -35,6 +41,12 @@ from p2pdiloco.wire.messages import (
 _ACTS = (DeltaHeader, Heartbeat, PreVote, Proposal, RequestVotes, Vote)
 
 
+class OfAnEpoch(Protocol):
+    """A part of the node that keeps what counts within one epoch only."""
+
+    def epoch_began(self) -> None: ...
+
+
 class Recovery:
     """Takes entries, tells those who are behind an epoch, asks those who are ahead of one."""
 
@@ -44,17 +56,25 @@ class Recovery:
         log: RunLog,
         ballot: Ballot,
         spreading: Spreading,
+        applied: Applied,
+        pool: DeltaPool,
+        sync: SnapshotSync,
+        trainee: Trainee,
         *,
         append: Callable[[tuple[Entry, ...]], None],
-        cut: Callable[[int], None],
+        of_an_epoch: Sequence[OfAnEpoch],
     ) -> None:
-        """`append`: entries that follow. `cut`: drop those after an index."""
+        """`append`: entries that follow. `of_an_epoch`: who has to forget what an epoch that is over held."""
         self._ctx = ctx
         self._log = log
         self._ballot = ballot
         self._spreading = spreading
+        self._applied = applied
+        self._pool = pool
+        self._sync = sync
+        self._trainee = trainee
         self._append = append
-        self._cut = cut
+        self._of_an_epoch = of_an_epoch
         self._spoken_at: dict[PeerId, float] = {}  # told or asked about an epoch
         # Voters that a recovery dismissed, not heard of in this epoch yet: perhaps nobody else knows them.
         self._dismissed: set[PeerId] = set()
@@ -117,6 +137,24 @@ class Recovery:
         if fresh and open_body(fresh[0].body).index == self._log.index + 1:
             self._append(tuple(fresh))
 
+    def _cut(self, index: int) -> None:
+        """The owner's recovery left the entries after `index` behind: so does this node."""
+        log = self._log
+        self._ctx.say(
+            "recovery",
+            f"{log.index - index} entries after {index} are lost: the owner's recovery goes on without them",
+        )
+        version, epoch = log.version_at(index), log.epoch
+        log.cut(index)
+        self._ctx.emit(CutLog(index))
+        if log.epoch != epoch:
+            self._ctx.emit(EnterEpoch(log.epoch))
+        self._sync.cut(index)
+        self._pool.went_back(version)
+        if self._applied.index > index:
+            self._sync.go_back()
+            self._trainee.went_back()
+
     def _ask_further_back(self, sender: PeerId, first: int) -> None:
         """A recovery that stands on nothing here: what the sender has before `first` shows where it parts."""
         wanted = self._log.index + 1
@@ -157,8 +195,14 @@ class Recovery:
         self._dismissed.discard(peer)
 
     def epoch_began(self, before: Committee) -> None:
-        """A recovery was appended; `before` governed here until then."""
+        """A recovery was appended; `before` governed here until then.
+
+        Whatever was won, promised, heard or said to do was so in the epoch before.
+        """
+        self._ctx.emit(EnterEpoch(self._log.epoch))
         self._dismiss(before)
+        for part in self._of_an_epoch:
+            part.epoch_began()
 
     def _dismiss(self, committee: Committee) -> None:
         self._dismissed.update(m for m in committee.members if m != self._ctx.me)

@@ -2,7 +2,8 @@
 
 Everybody learns the committee from this chain: index i + 1 is governed by the committee that the entries
 up to i define (protocol.md 3). Certificates' signatures are verified when a message is opened; here is
-checked that their signers are a majority of the right committee.
+checked that their signers are a majority of the right committee, and that the owner said what a majority
+certified as the owner's word: nobody else can speak for it.
 
 Within an epoch the chain only grows. A recovery, which the owner signs, stands on any certified entry that
 this chain holds: it begins the next epoch there, and what followed that entry before is cut off.
@@ -17,6 +18,7 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, RunId, peer_id_of
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.log import (
+    FINISH,
     Body,
     Committee,
     Content,
@@ -24,12 +26,14 @@ from p2pdiloco.wire.log import (
     Membership,
     OuterStep,
     OwnerEntry,
+    OwnerWord,
     body_digest,
     committee_digest,
     genesis_digest,
     is_recovery,
     open_body,
 )
+from p2pdiloco.wire.signing import Verify, verify_ed25519
 
 
 class _Point(NamedTuple):
@@ -39,16 +43,23 @@ class _Point(NamedTuple):
     epoch: int
     committee: Committee
     version: int
+    clock: int  # tokens merged
+    target_tokens: int
+    owner_sequence: int
 
 
 class RunLog:
     """`index` is the certified index; 0 means genesis alone."""
 
-    def __init__(self, run: RunId, spec: RunSpec, entries: Iterable[Entry] = ()) -> None:
+    def __init__(
+        self, run: RunId, spec: RunSpec, entries: Iterable[Entry] = (), *, verify: Verify = verify_ed25519
+    ) -> None:
         self.run = run
         self._owner_key = spec.owner_key
+        self._target_version = spec.target_version
+        self._verify = verify
         self._entries: list[Entry] = []
-        self._points = [_Point(genesis_digest(run), 0, spec.committee.genesis, 0)]
+        self._points = [_Point(genesis_digest(run), 0, spec.committee.genesis, 0, 0, spec.target_tokens, 0)]
         for entry in entries:
             self.append(entry)
 
@@ -141,6 +152,10 @@ class RunLog:
             raise PeerError("BAD_CHAIN", f"index {body.index} does not follow {self.index}")
         else:
             self._check_certificate(entry, body, self._points[-1])
+            if isinstance(body.content, OwnerEntry):
+                why = self.refuses_word(body.content.word)
+                if why is not None:
+                    raise PeerError("BAD_CHAIN", f"index {body.index}: {why}")
         self._entries.append(entry)
         self._points.append(_after(self._points[-1], entry, body))
         return body
@@ -156,6 +171,22 @@ class RunLog:
         signers = {peer_id_of(ack.key) for ack in certificate.acks}
         if len(signers & set(point.committee.members)) < point.committee.quorum:
             raise PeerError("BAD_CERTIFICATE", f"no majority at index {body.index}")
+
+    def refuses_word(self, word: OwnerWord) -> str | None:
+        """Why `word` cannot stand next; None if the owner signed it or the RunSpec warrants it."""
+        return self._refuses_word(word, self._points[-1])
+
+    def _refuses_word(self, word: OwnerWord, point: _Point) -> str | None:
+        if word.kind == "recover" or word.committee is not None:
+            return "a recovery is the owner's own entry and no proposal"
+        if word.owner_sequence == 0:
+            reached = point.clock >= point.target_tokens or 0 < self._target_version <= point.version
+            return None if word == FINISH and reached else "no target of the RunSpec is reached"
+        if word.owner_sequence <= point.owner_sequence:
+            return "an owner's word that was followed already"
+        if not self._verify(self._owner_key, word.signature, word.statement(self.run, point.epoch)):
+            return "not signed by the owner"
+        return None
 
     # Recoveries
 
@@ -189,7 +220,8 @@ class RunLog:
             self._check_certificate(entry, body, point)
         except PeerError:
             return False
-        return True
+        content = body.content
+        return not isinstance(content, OwnerEntry) or self._refuses_word(content.word, point) is None
 
     def cut(self, index: int) -> None:
         """Drop the entries after `index`."""
@@ -199,11 +231,16 @@ class RunLog:
 
 
 def _after(point: _Point, entry: Entry, body: Body) -> _Point:
-    content, committee, version = body.content, point.committee, point.version
+    content = body.content
+    after = point._replace(head=body_digest(entry.body), epoch=body.epoch)
     if isinstance(content, Membership):
-        committee = content.committee
-    elif isinstance(content, OuterStep):
-        version = content.version
-    elif content.word.kind == "recover" and content.word.committee is not None:
-        committee = content.word.committee
-    return _Point(body_digest(entry.body), body.epoch, committee, version)
+        return after._replace(committee=content.committee)
+    if isinstance(content, OuterStep):
+        return after._replace(version=content.version, clock=content.clock)
+    word = content.word
+    after = after._replace(owner_sequence=max(point.owner_sequence, word.owner_sequence))
+    if word.kind == "extend":
+        return after._replace(target_tokens=max(point.target_tokens, word.value))
+    if word.kind == "recover" and word.committee is not None:
+        return after._replace(committee=word.committee)
+    return after

@@ -6,11 +6,11 @@ the owner's command and by the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from p2pdiloco import limits
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId
-from p2pdiloco.rules.state import RulesState, after_owner, rules_digest
+from p2pdiloco.rules.state import RulesState, after_owner, is_trusted, rules_digest, trust_of
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import (
@@ -28,14 +28,19 @@ from p2pdiloco.wire.log import (
 from p2pdiloco.wire.signing import Signer, ack_statement
 
 
-def rescue_committee(spec: RunSpec, state: RulesState, present: Sequence[PeerId]) -> Committee | None:
-    """The largest committee of those in `present`, the better ones first; None if nobody of them may sit.
+def rescue_committee(spec: RunSpec, state: RulesState, present: Iterable[PeerId]) -> Committee | None:
+    """The largest committee of those in `present`; None if nobody of them may sit.
 
-    The witness has a seat if it is there. `present` may name anybody: revoked nodes are passed over.
+    Anybody can say to be present. So the certified log alone gives seats: those who have one keep it, then
+    those who it trusts, more trust first. Nobody else gets one. The witness has a seat if it is there.
     """
+    here = set(present)
     witness = PeerId(spec.committee.genesis.witness)
-    voters = [p for p in dict.fromkeys(present) if p != witness and p not in state.revoked]
-    seated = witness in present
+    voters = sorted(
+        (p for p in here - {witness} if may_sit(spec, state, p)),
+        key=lambda p: (p not in state.committee.members, -trust_of(state, p), p),
+    )
+    seated = witness in here
     most = min(spec.committee.size_max, len(voters) + seated)
     sizes = [size for size in limits.committee_sizes if size <= most]
     if not sizes:
@@ -43,8 +48,13 @@ def rescue_committee(spec: RunSpec, state: RulesState, present: Sequence[PeerId]
     return Committee(witness if seated else NO_DIGEST, tuple(voters[: sizes[-1] - seated]))
 
 
+def may_sit(spec: RunSpec, state: RulesState, peer: PeerId) -> bool:
+    """Whether the certified log gives any reason to put `peer` in charge."""
+    return peer not in state.revoked and (peer in state.committee.members or is_trusted(state, spec, peer))
+
+
 def refuses_rescue(spec: RunSpec, state: RulesState, committee: Committee) -> str | None:
-    """Why this committee cannot go on with the run; None if it can."""
+    """Why this committee, which the owner names, cannot go on with the run; None if it can."""
     witness = spec.committee.genesis.witness
     if committee.size not in limits.committee_sizes:
         return f"a committee has 1, 3, 5 or 7 seats, not {committee.size}"

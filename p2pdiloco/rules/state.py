@@ -17,7 +17,16 @@ from p2pdiloco import limits
 from p2pdiloco.ids import Digest, PeerId, tagged_digest
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import Struct, encode
-from p2pdiloco.wire.log import Bytes32, Committee, Count, OuterStep, OwnerWord, Share
+from p2pdiloco.wire.log import (
+    Bytes32,
+    Committee,
+    Content,
+    Count,
+    Membership,
+    OuterStep,
+    OwnerWord,
+    Share,
+)
 
 _Listed = Annotated[tuple[tuple[Bytes32, Count], ...], Meta(max_length=limits.contributions_max)]
 _Norms = Annotated[tuple[tuple[Share, Count], ...], Meta(max_length=limits.contributions_max)]
@@ -76,6 +85,21 @@ def genesis_state(spec: RunSpec) -> RulesState:
 def rules_digest(state: RulesState) -> Digest:
     """The third part of the state root."""
     return tagged_digest("rules", encode(state))
+
+
+def after_entry(state: RulesState, content: Content, spec: RunSpec) -> RulesState:
+    """The rules state after the next certified entry.
+
+    Raises:
+        AssertionError: the entry does not follow `state`; a certified one always does.
+    """
+    match content:
+        case OuterStep():
+            return after_outer_step(state, content, spec)
+        case Membership(committee=committee):
+            return after_membership(state, committee)
+        case _:
+            return after_owner(state, content.word)
 
 
 def after_outer_step(state: RulesState, step: OuterStep, spec: RunSpec) -> RulesState:
@@ -157,14 +181,19 @@ def last_sequence(state: RulesState, peer: PeerId) -> int:
     return known.sequence if known else 0
 
 
+def trust_of(state: RulesState, peer: PeerId) -> int:
+    """Tokens accepted of the peer, decayed; 0 where the log does not know it."""
+    known = peer_state(state, peer)
+    return known.trust if known else 0
+
+
 def is_trusted(state: RulesState, spec: RunSpec, peer: PeerId) -> bool:
     """Trust is a function of the certified log alone (protocol.md 8)."""
     if peer in state.revoked:
         return False
     if spec.admission == "local" or state.clock < spec.bootstrap_tokens:
         return True
-    known = peer_state(state, peer)
-    return (known.trust if known else 0) >= spec.trust_tokens
+    return trust_of(state, peer) >= spec.trust_tokens
 
 
 def targets_reached(state: RulesState, spec: RunSpec) -> bool:

@@ -16,7 +16,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import PeerId
 from p2pdiloco.rules import evaluation as rule
-from p2pdiloco.rules.state import after_membership, after_outer_step, after_owner, genesis_state
+from p2pdiloco.rules.state import after_entry, genesis_state
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.status.names import clean_passage
 from p2pdiloco.status.read_model import EvalPoint, EvalWord, PeerName, Sample, Samples
@@ -58,14 +58,8 @@ class Evaluators:
 
     def entry_applied(self, content: Content, when_unix: float | None) -> bool:
         """The next certified entry. Returns: whether version 0 has reports that it had not before."""
-        match content:
-            case OuterStep():
-                # Sequences and trust of peers choose nobody: without them following is cheap.
-                self._rules = replace(after_outer_step(self._rules, content, self._spec), peers=())
-            case Membership(committee=committee):
-                self._rules = after_membership(self._rules, committee)
-            case _:
-                self._rules = after_owner(self._rules, content.word)
+        # Sequences and trust of peers choose nobody: without them following is cheap.
+        self._rules = replace(after_entry(self._rules, content, self._spec), peers=())
         version = self._rules.version
         if not isinstance(content, Membership) and version not in self._due:
             if rule.is_evaluated(self._rules, self._spec):

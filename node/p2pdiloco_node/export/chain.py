@@ -12,18 +12,11 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.ids import Digest, PeerId, RunId, merkle_root
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.rules.state import (
-    RulesState,
-    after_membership,
-    after_outer_step,
-    after_owner,
-    genesis_state,
-    rules_digest,
-)
+from p2pdiloco.rules.state import RulesState, after_entry, genesis_state, rules_digest
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.envelope import verify_entry
-from p2pdiloco.wire.log import Content, Entry, Membership, OuterStep, state_root
+from p2pdiloco.wire.log import Content, Entry, OuterStep, state_root
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.storage import journal
@@ -149,12 +142,7 @@ class Chain:
         for number in range(start + 1, index + 1):
             content = self._log.content(number)
             try:
-                if isinstance(content, OuterStep):
-                    rules = after_outer_step(rules, content, self.spec)
-                elif isinstance(content, Membership):
-                    rules = after_membership(rules, content.committee)
-                else:
-                    rules = after_owner(rules, content.word)
+                rules = after_entry(rules, content, self.spec)
             except AssertionError as error:
                 raise OperatorError(f"{self._where} does not verify: entry {number}: {error}.", RUN) from None
         return rules

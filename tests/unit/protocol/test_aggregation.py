@@ -7,10 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from p2pdiloco import limits
 from p2pdiloco.ids import NO_DIGEST, digest_of
-from p2pdiloco.protocol.aggregation import FINISH, Aggregation
+from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.rules.state import after_owner
 from p2pdiloco.wire.log import (
+    FINISH,
     Committee,
     Content,
     Membership,
@@ -27,6 +29,7 @@ from .builders import (
     WITNESS,
     Parts,
     body_of,
+    certify,
     header,
     heartbeat,
     held,
@@ -212,7 +215,7 @@ def test_what_an_owners_word_needs() -> None:
     assert refuses(msgspec.structs.replace(word, signature=B.sign(word.statement(RUN.id, 0)))) is not None
     other_run = msgspec.structs.replace(word, signature=OWNER.sign(word.statement(digest_of(b"x"), 0)))  # type: ignore[arg-type]
     assert refuses(other_run) == "not signed by the owner"
-    leader.p.applied.rules = after_owner(leader.p.applied.rules, word)
+    leader.p.log.append(certify(leader.p.log, OwnerEntry(word, NO_DIGEST), [A, B]))
     assert refuses(word) == "an owner's word that was followed already"
     assert refuses(owner_word(RUN, "resume", 2)) == "an owner's word that was followed already"
     assert refuses(owner_word(RUN, "resume", 4)) is None
@@ -222,13 +225,14 @@ def test_finish_is_warranted_by_the_targets_alone() -> None:
     """Integers only: the very token at which it is reached."""
     run = make_run(A, B, target_tokens=64)
     leader = Leader(run=run)
-    rules = leader.p.applied.rules
-    leader.p.applied.rules = msgspec.structs.replace(rules, clock=63)
+    step = plan(run, leader.p.applied.rules, [held(header(run, B), B)])
+    leader.p.log.append(certify(leader.p.log, msgspec.structs.replace(step, clock=63), [A, B]))
     assert leader.agg.refuses_word(FINISH) is not None
-    leader.p.applied.rules = msgspec.structs.replace(rules, clock=64)
+    step = msgspec.structs.replace(step, version=2, clock=64)
+    leader.p.log.append(certify(leader.p.log, step, [A, B]))
     assert leader.agg.refuses_word(FINISH) is None
     assert leader.agg.refuses_word(OwnerWord("pause", 0, 0, b"", b"")) is not None
-    leader.p.applied.rules = msgspec.structs.replace(rules, clock=64, finished=True)
+    leader.p.applied.rules = msgspec.structs.replace(leader.p.applied.rules, finished=True)
     assert leader.agg.refuses_word(FINISH) == "the run is over"
 
 
@@ -236,6 +240,15 @@ def test_nobody_is_revoked_by_a_short_name() -> None:
     leader = Leader()
     assert leader.agg.refuses_word(owner_word(RUN, "revoke", 1, peer=b"short")) is not None
     assert leader.agg.refuses_word(owner_word(RUN, "revoke", 1, peer=B.peer_id)) is None
+
+
+def test_a_word_that_is_not_kept_is_no_news() -> None:
+    """Else each voter would pass it on to all others, and they again, for as long as it waits."""
+    leader = Leader()
+    for number in range(1, limits.words_waiting_max + 1):
+        assert leader.agg.heard_word(owner_word(RUN, "pause", number))
+    assert not leader.agg.heard_word(owner_word(RUN, "pause", limits.words_waiting_max + 1))
+    assert len(leader.agg.words) == limits.words_waiting_max
 
 
 def test_a_made_up_ack_does_not_hide_a_real_one() -> None:

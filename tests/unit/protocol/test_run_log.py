@@ -8,9 +8,30 @@ import pytest
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import NO_DIGEST
 from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.wire.log import Committee, Entry, Membership, committee_digest, genesis_digest
+from p2pdiloco.wire.log import (
+    FINISH,
+    Committee,
+    Entry,
+    Membership,
+    OwnerEntry,
+    OwnerWord,
+    committee_digest,
+    genesis_digest,
+)
 
-from .builders import NODES, WITNESS, Chain, body_of, certify, header, held, make_run, plan
+from .builders import (
+    NODES,
+    OWNER,
+    WITNESS,
+    Chain,
+    body_of,
+    certify,
+    header,
+    held,
+    make_run,
+    owner_word,
+    plan,
+)
 
 A, B, C = NODES[:3]
 RUN = make_run(A, B)
@@ -87,6 +108,57 @@ def test_the_same_entry_is_not_appended_twice() -> None:
     log.append(entry)
     with pytest.raises(PeerError, match="BAD_CHAIN"):
         log.append(entry)
+
+
+# The owner's words
+
+
+def owners(word: OwnerWord) -> OwnerEntry:
+    return OwnerEntry(word, NO_DIGEST)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        OwnerWord("revoke", 7, 0, C.peer_id, bytes(64)),
+        msgspec.structs.replace(owner_word(RUN, "pause"), kind="finish"),
+        msgspec.structs.replace(owner_word(RUN, "extend", value=10**6), value=10**7),
+        FINISH,
+        msgspec.structs.replace(FINISH, kind="pause"),
+        OwnerWord("recover", 1, 0, b"", b"", Committee(WITNESS.peer_id, ())),
+    ],
+    ids=["nobody's", "another kind", "another target", "no target reached", "of the targets", "a recovery"],
+)
+def test_a_majority_cannot_speak_for_the_owner(word: OwnerWord) -> None:
+    log, _ = fresh()
+    with pytest.raises(PeerError, match="BAD_C"):
+        log.append(certify(log, owners(word), [WITNESS, A, B]))
+    assert log.index == 0
+
+
+def test_a_word_is_followed_once_and_in_its_epoch() -> None:
+    log, _ = fresh()
+    log.append(certify(log, owners(owner_word(RUN, "pause", 2)), [WITNESS, A]))
+    for sequence in (1, 2):
+        with pytest.raises(PeerError, match="followed already"):
+            log.append(certify(log, owners(owner_word(RUN, "resume", sequence)), [WITNESS, A]))
+    later = owner_word(RUN, "resume", 3)
+    later = msgspec.structs.replace(later, signature=OWNER.sign(later.statement(RUN.id, 1)))
+    with pytest.raises(PeerError, match="not signed"):
+        log.append(certify(log, owners(later), [WITNESS, A]))
+    log.append(certify(log, owners(owner_word(RUN, "resume", 3)), [WITNESS, A]))
+
+
+def test_what_a_recovery_cut_off_binds_nobody() -> None:
+    """The words behind its base count for nothing, neither their numbers nor the target."""
+    chain = Chain(make_run(A, B, target_tokens=1))
+    chain.step(held(header(chain.run, A), A))
+    word = owner_word(chain.run, "extend", 1, value=10**9)
+    chain.add(owners(word))
+    assert chain.log.refuses_word(FINISH) is not None
+    chain.log.cut(1)
+    assert chain.log.refuses_word(FINISH) is None
+    chain.add(owners(word))
 
 
 def test_replayed_entries_give_the_same_log() -> None:

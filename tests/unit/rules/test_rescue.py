@@ -7,8 +7,9 @@ import pytest
 
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import NO_DIGEST, PeerId, digest_of
-from p2pdiloco.rules.rescue import recovery_entry, refuses_rescue, rescue_committee
-from p2pdiloco.rules.state import RulesState, genesis_state, rules_digest
+from p2pdiloco.rules.rescue import may_sit, recovery_entry, refuses_rescue, rescue_committee
+from p2pdiloco.rules.state import PeerState, RulesState, genesis_state, rules_digest
+from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.envelope import verify_entry
 from p2pdiloco.wire.log import Committee, Entry, OwnerEntry, is_recovery, open_body, state_root
@@ -96,3 +97,32 @@ def test_a_changed_body_is_no_longer_signed() -> None:
     other = entry(msgspec.structs.replace(genesis_state(RUN.spec), clock=1))
     with pytest.raises(PeerError, match="BAD_CERTIFICATE"):
         verify_entry(msgspec.structs.replace(made, body=other.body), RUN.run, verify_ed25519)
+
+
+def open_state(**trust: int) -> tuple[RunSpec, RulesState]:
+    """An open run that is past its beginning; who has how much trust: `a=5`."""
+    spec = msgspec.structs.replace(RUN.spec, admission="open", trust_tokens=1000, bootstrap_tokens=1)
+    peers = {"a": A, "b": B, "c": C, "d": D, "e": E}
+    known = tuple(PeerState(peers[name], 1, tokens, 900) for name, tokens in sorted(trust.items()))
+    return spec, msgspec.structs.replace(
+        genesis_state(spec), version=900, clock=10**9, peers=known, committee=Committee(WITNESS, (E,))
+    )
+
+
+def test_seats_are_the_log_s_to_give_and_not_for_whoever_says_to_be_there() -> None:
+    """Names can be ground and a delta costs little: neither puts a stranger in charge."""
+    spec, state = open_state(a=10, b=10, d=5 * 10**8)
+    present = (WITNESS, A, B, C, D)
+    assert rescue_committee(spec, state, present) == Committee(WITNESS, ())  # never two
+    assert rescue_committee(spec, state, (A, B, C, D)) == Committee(NO_DIGEST, (D,))
+    assert rescue_committee(spec, state, (A, B, C)) is None
+    assert not may_sit(spec, state, C)
+    # The owner may name them all the same.
+    assert refuses_rescue(spec, state, Committee(WITNESS, (A, D))) is None
+
+
+def test_who_has_a_seat_keeps_it_and_more_trust_comes_first() -> None:
+    spec, state = open_state(a=2000, b=9000, c=4000, d=10)
+    assert rescue_committee(spec, state, (A, B, C, D, E, WITNESS)) == Committee(WITNESS, (E, B, C, A))
+    gone = msgspec.structs.replace(state, revoked=(E,))
+    assert rescue_committee(spec, gone, (A, B, C, D, E, WITNESS)) == Committee(WITNESS, (B, C))
