@@ -32,7 +32,8 @@ from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
-from p2pdiloco_node.training.supervisor import WORKER, Beginning, Supervisor, Told, TrainerDown
+from p2pdiloco_node.training.ranks import WORKER
+from p2pdiloco_node.training.supervisor import Beginning, Supervisor, Told, TrainerDown
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.training.token_files import open_token_files
 
@@ -252,7 +253,7 @@ def test_the_trainer_ends_with_its_daemon(tmp_path: Path) -> None:
     script = tmp_path / "daemon.py"
     script.write_text(
         "import subprocess, sys, time\n"
-        "from p2pdiloco_node.training.supervisor import WORKER\n"
+        "from p2pdiloco_node.training.ranks import WORKER\n"
         "trainer = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
         "print(trainer.pid, flush=True)\n"
         "time.sleep(600)\n"

@@ -103,7 +103,7 @@ class Desk:
     async def _begin(self) -> Beginning:
         version, view = self.version, self.view  # as it was when the answer was begun
         await self.state.wait()
-        configure = frames.Configure(b"", b"", (), "", "", cursor=0, next_sequence=0)
+        configure = frames.Configure(b"", b"", (), (), "", cursor=0, next_sequence=0)
         return Beginning(configure, version, 1000, 7000, view)
 
     async def _hear(self, event: Told) -> None:
