@@ -223,6 +223,7 @@ def ranks(
     gpus: str | None = None,
     ranks: Whole | None = None,
     device: str | None = None,
+    threads: Whole = 1,
     nice: Whole = 5,
 ) -> int:
     """Lend this machine's GPUs to a node on another machine, as further ranks of its trainer.
@@ -241,6 +242,8 @@ def ranks(
         Processes on the CPU; as many as on the other machines.
     device:
         auto, cpu, cuda or cuda:N, for one rank.
+    threads:
+        CPU threads of each rank.
     nice:
         Niceness of the ranks.
     """
@@ -248,7 +251,7 @@ def ranks(
 
     return run_ranks(
         gpus=gpus or "", ranks=ranks or 1, device=device or "auto", nnodes=nnodes, node_rank=node_rank,
-        rdzv=rdzv, nice=nice,
+        rdzv=rdzv, nice=nice, threads=threads,
     )  # fmt: skip
 
 

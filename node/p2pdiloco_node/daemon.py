@@ -373,7 +373,7 @@ class Daemon:
             threads=self.config.threads,
             nice=TRAINER_NICE,
             device=self._ranks.device,
-            command=self._ranks.command,
+            command=self._ranks.command(folders["exchange"] / "ranks"),
         )
         self.desk.attach(self._supervisor)
         self.desk.on_stepped = self._tracked.stepped

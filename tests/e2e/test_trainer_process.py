@@ -130,7 +130,10 @@ def test_run_new_interrupted_is_no_run_and_goes_on(run_folder: Path, texts: Path
 class Node:
     """The part of a daemon that trains: supervisor, contributor, and a swarm of one that merges at once."""
 
-    def __init__(self, run_folder: Path, folder: Path) -> None:
+    parallel = "auto"
+
+    def __init__(self, run_folder: Path, folder: Path, **supervisor: Any) -> None:
+        """`supervisor`: more of its arguments."""
         self.run, self.spec = open_run_spec((run_folder / "spec.bin").read_bytes(), verify_ed25519)
         for name in ("exchange", "moments", "own", "tokens"):
             (folder / name).mkdir(exist_ok=True)
@@ -158,6 +161,7 @@ class Node:
             MomentsCheckpoints(folder / "moments", write),
             begin=self._begin,
             on_event=self._hear,
+            **supervisor,
         )
 
     async def _begin(self) -> Beginning:
@@ -170,6 +174,7 @@ class Node:
             cursor=self.contributor.cursor,
             next_sequence=0,
             device="cpu",
+            parallel=self.parallel,
         )
         view = self.contributor.view(self.params)
         return Beginning(configure, 0, 0, self.spec.target_tokens, view)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.training.machine import gpus as gpus_here
 from p2pdiloco_node.training.ranks import RESOURCES, USAGE, find_ranks
+from p2pdiloco_node.training.supervisor import trainer_environment
 
 log = logging.getLogger("p2pdiloco.ranks")
 
@@ -28,9 +31,9 @@ class Lent(NamedTuple):
 
 
 def run_ranks(
-    *, gpus: str, ranks: int, device: str, nnodes: int, node_rank: int, rdzv: str, nice: int
+    *, gpus: str, ranks: int, device: str, nnodes: int, node_rank: int, rdzv: str, nice: int, threads: int
 ) -> int:
-    """Until the trainer ends in order; after a crash its ranks here are started again, as the node does there.
+    """Until the trainer ends in order; after a crash its ranks here start again, as the node's do.
 
     Raises: OperatorError: the settings are wrong, or there are no such GPUs.
     """
@@ -42,15 +45,18 @@ def run_ranks(
             f"{nnodes - 1}.", USAGE,
         )  # fmt: skip
     found = find_ranks(Lent(device, gpus, ranks, nnodes, rdzv), gpus_here)
-    command = [*found.launcher(node_rank), str(nice), found.device]
+    env = trainer_environment(threads)
+    folder = Path(tempfile.mkdtemp(prefix="p2pdiloco-ranks-"))
+    command = [*found.command(folder / "said", node_rank), str(nice), found.device]
     log.info("%d rank(s) of %d, to meet the others at %s.", found.here, found.all, rdzv)
-    while True:
+    try:
         # Each life with a start of its own: of the one before nothing is left.
-        status = subprocess.run(command, env=os.environ, stdin=subprocess.DEVNULL, check=False).returncode
-        if status == 0:
-            log.info("The trainer has ended.")
-            return 0
-        if status == RESOURCES:
-            return RESOURCES
-        log.warning("The ranks ended with status %d; they wait for the others again.", status)
-        time.sleep(limits.ranks_again_s)
+        while status := subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=False).returncode:
+            if status == RESOURCES:
+                return RESOURCES
+            log.warning("The ranks ended with status %d; they wait for the others again.", status)
+            time.sleep(limits.ranks_again_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    log.info("The trainer has ended.")
+    return 0

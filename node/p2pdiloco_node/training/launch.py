@@ -5,17 +5,19 @@ none. The agent restarts nothing: that is the supervisor's, with its brake.
 
 Where all ranks are on this machine the agent's store listens on loopback alone. torchrun's own rendezvous
 listens everywhere, asks nobody who he is, and unpickles what it is told: it is not used. Several machines
-meet in a store that unpickles nothing (the "static" rendezvous) but asks nobody either: they need a network of
-their own.
+meet in a store that unpickles nothing (the "static" rendezvous) but asks nobody either: they need a network
+of their own.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
-import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from torch.distributed import PrefixStore, TCPStore
@@ -35,7 +37,8 @@ from p2pdiloco_node.training.trainer_process import die_with_parent
 
 RUN = "p2pdiloco"
 # What torch says on a rank that waited for another in vain.
-WAITING = ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset", "Timed out")
+WAITING = ("gloo", "Gloo", "NCCL", "Connection closed", "Connection reset")
+TIMED_OUT = "Timed out"
 HOST = "127.0.0.1"
 
 
@@ -96,27 +99,31 @@ def main() -> None:
         signals_to_handle="SIGTERM",
     )
     command, *arguments = WORKER
+    shutil.rmtree(launch.folder, ignore_errors=True)  # of a life that was ended by force
+    Path(launch.folder).mkdir(parents=True)
+    config.logs_specs = DefaultLogsSpecs(log_dir=launch.folder)
     try:
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-ranks-") as folder:
-            config.logs_specs = DefaultLogsSpecs(log_dir=folder)
-            elastic_launch(config, command)(*arguments, *sys.argv[2:], str(launch.collective_s))
+        elastic_launch(config, command)(*arguments, *sys.argv[2:], str(launch.collective_s))
     except SignalException:
         raise SystemExit(128 + signal.SIGTERM) from None
     except ChildFailedError as failed:
-        rank, cause = first_cause(failed)
+        rank, cause = first_cause(failed.failures)
         ranks = launch.nnodes * len(launch.devices)
         print(f"rank {rank} of {ranks} (from 0) {in_words(cause)}", file=sys.stderr, flush=True)
         raise SystemExit(max(1, cause.exitcode)) from None
 
 
-def first_cause(failed: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """(rank, failure) of the one that did not fail because another one had."""
+def first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """(rank, failure) of the one that did not fail because another one had.
 
-    def later(failure: ProcessFailure) -> tuple[bool, bool, int]:
-        waited = any(word in _message(failure) for word in WAITING)
-        return waited, failure.exitcode >= 0, failure.timestamp
+    Who waited too long comes first: the one that it waited for is stuck, and only says how it was killed.
+    """
 
-    failures: dict[int, ProcessFailure] = failed.failures
+    def later(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
+        said = _message(failure)
+        waited = any(word in said for word in WAITING)
+        return TIMED_OUT not in said, waited, failure.exitcode >= 0, failure.timestamp
+
     return min(failures.items(), key=lambda item: later(item[1]))
 
 
@@ -124,7 +131,10 @@ def in_words(failure: ProcessFailure) -> str:
     """How a rank ended, for people."""
     if failure.exitcode < 0:
         return f"was ended by {failure.signal_name()}"
-    return f"ended with status {failure.exitcode}" + (f": {said}" if (said := _message(failure)) else "")
+    said = _message(failure)
+    if TIMED_OUT in said:
+        return f"waited too long for another rank, which is stuck: {said}"
+    return f"ended with status {failure.exitcode}" + (f": {said}" if said else "")
 
 
 def _message(failure: ProcessFailure) -> str:

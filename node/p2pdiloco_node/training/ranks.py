@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -48,6 +49,7 @@ class Launch(msgspec.Struct, frozen=True):
     """What the launcher is started with, as JSON."""
 
     devices: tuple[str, ...]  # of this machine's ranks: cpu, cuda:N; one rank may be auto
+    folder: str  # of its own, made anew: what the ranks leave of their last words
     nnodes: int = 1  # machines, each with as many ranks
     node_rank: int = 0  # which of them this is; rank 0 is on the first
     rdzv: str = ""  # HOST:PORT on the first machine; empty: all ranks are here, on loopback
@@ -75,15 +77,11 @@ class Ranks(NamedTuple):
         """As `this_machine` and the worker take it: names separated by commas."""
         return ",".join(self.devices)
 
-    @property
-    def command(self) -> Sequence[str]:
-        """What the supervisor starts; niceness and device follow."""
+    def command(self, folder: Path, node_rank: int = 0) -> Sequence[str]:
+        """What is started on a machine; niceness and device follow. `folder`: as in Launch."""
         if self.all == 1:
             return WORKER
-        return self.launcher(0)
-
-    def launcher(self, node_rank: int) -> Sequence[str]:
-        launch = Launch(self.devices, self.nnodes, node_rank, self.rdzv)
+        launch = Launch(self.devices, str(folder), self.nnodes, node_rank, self.rdzv)
         return (*LAUNCHER, msgspec.json.encode(launch).decode())
 
 

@@ -16,8 +16,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.training import frames
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """The process: import, read commands in a thread, loop."""
+def main() -> NoReturn:
+    """The process, from its first word to its last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it ends this process in order
     die_with_parent()
     if len(sys.argv) > 1:
@@ -42,44 +43,44 @@ def main() -> None:
     events = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     devices = sys.argv[2].split(",") if len(sys.argv) > 2 else []
-    if len(sys.argv) <= 3:
-        _lead(events, devices, None)
-        return
+    try:
+        status = _lead(events, devices, None) if len(sys.argv) <= 3 else _be_rank(events, devices)
+    except Exception:  # noqa: BLE001 - said, and the end
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: Python's own end would wait for the thread that reads stdin, and then abort.
+    os._exit(status)
+
+
+def _be_rank(events: BinaryIO, devices: list[str]) -> int:
+    """One of several, under the launcher."""
     from p2pdiloco_node.training.process_group import reasons_recorded
 
-    with reasons_recorded():
-        join = _Joining(devices[int(os.environ["LOCAL_RANK"])], float(sys.argv[3]))
-        if os.environ["RANK"] == "0":
-            _lead(events, devices, join)
-        else:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # commands are rank 0's
-            events.close()
-            _follow(join)
+    device, seconds = devices[int(os.environ["LOCAL_RANK"])], float(sys.argv[3])
 
-
-class _Joining:
-    """How this rank comes to the others."""
-
-    def __init__(self, device: str, seconds: float) -> None:
-        self._device, self._seconds = device, seconds
-
-    def join(self) -> ProcessGroup:
+    def join() -> ProcessGroup:
         from p2pdiloco_node.training.inner_loop import choose_device
         from p2pdiloco_node.training.process_group import ProcessGroup
 
-        return ProcessGroup(choose_device(self._device), seconds=self._seconds)
+        return ProcessGroup(choose_device(device), seconds=seconds)
+
+    with reasons_recorded():
+        if os.environ["RANK"] == "0":
+            return _lead(events, devices, join)
+        from p2pdiloco_node.training.led_loop import follow
+
+        events.close()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # commands are rank 0's
+        group = join()
+        follow(group)
+        group.close()
+    return 0
 
 
-def _follow(joining: _Joining) -> None:
-    from p2pdiloco_node.training.led_loop import follow
-
-    group = joining.join()
-    follow(group)
-    group.close()
-
-
-def _lead(events: BinaryIO, devices: list[str], joining: _Joining | None) -> None:
-    """The only rank, or the first."""
+def _lead(events: BinaryIO, devices: list[str], join: Callable[[], ProcessGroup] | None) -> int:
+    """The only rank, or the first. Returns: the exit status; another than 0 was said to the daemon."""
     lock = threading.Lock()
 
     def emit(event: Event) -> None:
@@ -88,7 +89,7 @@ def _lead(events: BinaryIO, devices: list[str], joining: _Joining | None) -> Non
 
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     # Of several ranks none may go on: the launcher ends all of them when one fails.
-    at_the_end = 0 if joining is None else 1
+    at_the_end = 0 if join is None else 1
     threading.Thread(target=_read_commands, args=(inbox, at_the_end), name="commands", daemon=True).start()
     try:
         began = time.monotonic()
@@ -97,7 +98,7 @@ def _lead(events: BinaryIO, devices: list[str], joining: _Joining | None) -> Non
         emit(frames.Ready(time.monotonic() - began))
         for device in devices:  # before any data is fetched for it
             inner_loop.choose_device(device)
-        group = joining.join() if joining is not None else None
+        group = join() if join is not None else None
         _work(inbox, emit, group)
         if group is not None:
             from p2pdiloco_node.training.led_loop import End, tell
@@ -106,16 +107,17 @@ def _lead(events: BinaryIO, devices: list[str], joining: _Joining | None) -> Non
             group.close()
     except ModuleNotFoundError as error:
         emit(frames.Failed(f"{error.name} is not installed: pip install 'p2pdiloco[node]'.", 3))
-        raise SystemExit(3) from None
+        return 3
     except OSError as error:
         emit(frames.Failed(f"the trainer cannot use a file: {error}; check the disk and its free space."))
-        raise SystemExit(6) from None
+        return 6
     except (DeviceMissing, ModelRefused) as error:
         emit(frames.Failed(str(error), error.exit_code))
-        raise SystemExit(error.exit_code) from None
+        return error.exit_code
     except OperatorError as error:
         emit(frames.Failed(str(error)))
-        raise SystemExit(error.exit_code) from None
+        return error.exit_code
+    return 0
 
 
 def _work(
@@ -133,6 +135,7 @@ def _work(
         while not (inbox.empty() or worker.stopped):
             worker.obey(inbox.get())
         if worker.stopped:
+            worker.join_saves()
             return
         worker.turn()
 
