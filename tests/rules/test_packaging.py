@@ -15,7 +15,7 @@ import importlib, pkgutil, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers"):
+        if name.partition(".")[0] in ("torch", "transformers", "tokenizers", "safetensors", "pyarrow"):
             raise ImportError(f"{name} is blocked: this module runs without it")
 
 sys.meta_path.insert(0, Blocked())
@@ -29,10 +29,18 @@ for top in ("p2pdiloco", "p2pdiloco_node"):
             seen.append(module.name)
 print(len(seen))
 """
-# The trainer process and the lab's (architecture: the only ones with torch).
+# The processes with torch (architecture): the trainer, the lab, and what runs beside `run new` and `export`.
 TRAINER = (
-    *(f"p2pdiloco_node.training.{name}" for name in ("worker", "models", "inner_loop", "genesis")),
+    *(
+        f"p2pdiloco_node.training.{name}"
+        for name in (
+            *("worker", "models", "inner_loop", "genesis", "adamw", "losses"),
+            *("sampling", "checkpoint_reader"),
+        )
+    ),
     *(f"p2pdiloco_node.lab.{name}" for name in ("model", "networks", "compiling")),
+    "p2pdiloco_node.export.hf_config",
+    "p2pdiloco_node.generation.worker",
 )
 
 
