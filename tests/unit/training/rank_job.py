@@ -1,6 +1,6 @@
 """What an inner loop goes through in test_several_ranks.py, and the program that two ranks run for it.
 
-`python rank_job.py FOLDER` with torchrun's variables: reads `cases.json`, writes one `NAME.npz` a case.
+`python rank_job.py FOLDER` with torchrun's variables: reads `cases.json`, writes one `NAME.json` a case.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def main(folder: Path) -> None:
         found = live(loop, folder, spec, case["sequences"])
         found["broken"] = np.array(broken(loop, folder, spec), np.float64)
         led_loop.tell(group, led_loop.End())
-        np.savez(folder / f"{case['name']}.npz", **found)
+        plain = {what: np.asarray(values, np.float64).tolist() for what, values in found.items()}
+        (folder / f"{case['name']}.json").write_text(json.dumps(plain))
     group.close()
 
 
