@@ -187,6 +187,7 @@ trainer_report_s = 0.5  # between two reports of the trainer's progress
 trainer_stop_s = 2.0  # the trainer is given so long to end by itself, then it is killed
 collective_s_max = 300.0  # a rank waits so long for another: the slowest part of an inner step, or a compile
 ranks_again_s = 3.0  # between two lives of the ranks that a machine lends
+ranks_beat_s_max = 15.0  # while rank 0 has nothing to do: a rank lost on another machine is noticed then
 ranks_stop_s = 5.0  # when one rank has failed the others are given so long to end, then they are killed
 ranks_max = 256  # of one machine; nobody has as many GPUs
 trainer_machines_max = 64  # of one node

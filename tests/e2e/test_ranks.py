@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from p2pdiloco import limits
 from p2pdiloco.ids import Digest
 from p2pdiloco.protocol.actions import Settled
 from p2pdiloco_node.training import frames
-from p2pdiloco_node.training.ranks import LAUNCHER, Launch, Ranks
+from p2pdiloco_node.training.ranks import LAUNCHER, LOOPBACK, Launch, Ranks
 from p2pdiloco_node.training.supervisor import TrainerDown
 from tests.e2e import test_trainer_process as one_rank
 from tests.e2e.test_trainer_process import Node, end
@@ -100,6 +101,7 @@ async def test_a_rank_is_killed_and_the_trainer_starts_again(run_folder: Path, t
     assert all_gone(ranks)
 
 
+@pytest.mark.long
 async def test_a_rank_that_hangs_is_a_crash(run_folder: Path, tmp_path: Path) -> None:
     node = node_of(run_folder, tmp_path, "fsdp", collective_s=8.0)
     task = asyncio.create_task(node.supervisor.run())
@@ -145,3 +147,46 @@ def test_one_rank_two_ddp_and_two_fsdp_are_one_swarm(tmp_path: Path) -> None:
         assert all_gone(ranks)
         swarm.nodes["ddp"].kill()  # the daemon and its group: the ranks are in groups of their own
     wait_for(lambda: processes_of(tmp_path) == [], 5, "nothing is left")
+
+
+@pytest.mark.long
+async def test_a_second_machine_lends_its_ranks(run_folder: Path, tmp_path: Path) -> None:
+    """Two machines on loopback: the node's ranks come first, the lent ones come back after a crash."""
+    rdzv = f"127.0.0.1:{free_port()}"
+    node = Node(
+        run_folder, tmp_path, device="cpu", command=Ranks(("cpu",), 2, rdzv).command(tmp_path / "ranks")
+    )
+    words = [
+        "ranks", "--nnodes", "2", "--node-rank", "1", "--rdzv", rdzv, "--device", "cpu",
+    ]  # fmt: skip
+    with (tmp_path / "lent.log").open("wb") as log:
+        lent = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "p2pdiloco_node.cli", *words),
+            env=os.environ | {"GLOO_SOCKET_IFNAME": LOOPBACK},
+            stderr=log,
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    task = asyncio.create_task(node.supervisor.run())
+    try:
+        node.supervisor.allow(2, 0, "waiting for the swarm (no quorum)")
+        await node.until(lambda: any(isinstance(e, frames.Waiting) for e in node.told), 90)
+        assert len(ranks_below(node.supervisor.pid)) == 1
+        (configured,) = (e for e in node.told if isinstance(e, frames.Configured))
+        assert configured.device.startswith("2 x cpu")
+        settle_all(node)
+        node.supervisor.allow(1, 2, "")
+        (launcher,) = psutil.Process(lent.pid).children()
+        ranks_below(launcher.pid)[0].kill()
+        await node.until(lambda: any(isinstance(e, TrainerDown) for e in node.told))
+        settle_all(node)
+        known = len(node.passes())
+        node.supervisor.allow(2, node.contributor.next_sequence - 1, "")
+        await node.until(lambda: len(node.passes()) > known, 120)
+        await end(task)
+        assert await asyncio.wait_for(lent.wait(), 20) == 0, (tmp_path / "lent.log").read_text()
+    finally:
+        await end(task)
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        with suppress(ProcessLookupError):
+            lent.kill()
+        await lent.wait()

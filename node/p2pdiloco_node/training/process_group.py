@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from p2pdiloco import limits
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -40,7 +42,9 @@ class ProcessGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # So much is free on the fullest GPU; None: the ranks are on CPUs.
         self.gpu_bytes = self.least(torch.cuda.mem_get_info(self.device)[0]) if on_gpu else None
-        self.beat_s = seconds / 4  # rank 0 says something at least so often: the others wait no longer
+        self.beat_s = min(
+            seconds / 4, limits.ranks_beat_s_max
+        )  # rank 0 says something at least so often: the others wait no longer
         if self.rank:
             # Dropout, where a config asks for it, drops other values on each rank.
             torch.manual_seed(torch.initial_seed() + self.rank)
