@@ -86,7 +86,10 @@ def main() -> None:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", LOOPBACK)
         rendezvous_handler_registry.register("loopback", Loopback)
+    shutil.rmtree(launch.folder, ignore_errors=True)  # of a life that was ended by force
+    Path(launch.folder).mkdir(parents=True)
     config = LaunchConfig(
+        logs_specs=DefaultLogsSpecs(log_dir=launch.folder),
         min_nodes=launch.nnodes,
         max_nodes=launch.nnodes,
         nproc_per_node=len(launch.devices),
@@ -99,9 +102,6 @@ def main() -> None:
         signals_to_handle="SIGTERM",
     )
     command, *arguments = WORKER
-    shutil.rmtree(launch.folder, ignore_errors=True)  # of a life that was ended by force
-    Path(launch.folder).mkdir(parents=True)
-    config.logs_specs = DefaultLogsSpecs(log_dir=launch.folder)
     try:
         elastic_launch(config, command)(*arguments, *sys.argv[2:], str(launch.collective_s))
     except SignalException:
