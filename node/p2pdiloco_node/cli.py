@@ -143,6 +143,11 @@ def node(
     checkpointing: Literal["auto", "on", "off"] | None = None,
     offload: Literal["auto", "none", "anchor", "moments"] | None = None,
     compile_: Annotated[bool | None, Parameter(name="--compile")] = None,
+    gpus: str | None = None,
+    ranks: Whole | None = None,
+    parallel: Literal["auto", "ddp", "fsdp"] | None = None,
+    nnodes: Whole | None = None,
+    rdzv: str | None = None,
     data_disk: str | None = None,
     keep_deltas: bool | None = None,
     stay: bool | None = None,
@@ -180,6 +185,16 @@ def node(
         What lies in host memory instead of the GPU's: auto, none, anchor, moments (these and the anchor).
     compile_:
         Compile the losses with torch.compile: faster on GPUs after a minute or two.
+    gpus:
+        Train on several GPUs as one node: all, or their numbers, such as 0,1,3.
+    ranks:
+        Processes of a trainer on the CPU.
+    parallel:
+        ddp: each rank holds the whole model; fsdp: each holds a part; auto: fsdp where that would not fit.
+    nnodes:
+        Machines of this one node; on the others run `p2pdiloco ranks`.
+    rdzv:
+        HOST:PORT on this machine, where the ranks of all machines meet.
     data_disk:
         Most that the run's data may take on disk, such as 20GB. A corpus that is larger is read in windows.
     keep_deltas:
@@ -197,6 +212,47 @@ def node(
 
     flags = locals() | {"compile": compile_}
     return run_node(_node_config(config, flags).values)
+
+
+@app.command
+def ranks(
+    *,
+    nnodes: Whole,
+    node_rank: Whole,
+    rdzv: str,
+    gpus: str | None = None,
+    ranks: Whole | None = None,
+    device: str | None = None,
+    threads: Whole = 1,
+    nice: Whole = 5,
+) -> int:
+    """Lend this machine's GPUs to a node on another machine, as further ranks of its trainer.
+
+    Parameters
+    ----------
+    nnodes:
+        Machines of that node, as there.
+    node_rank:
+        Which of them this is; the node's own is 0.
+    rdzv:
+        HOST:PORT on the node's own machine, as there.
+    gpus:
+        all, or their numbers; as many as on the other machines.
+    ranks:
+        Processes on the CPU; as many as on the other machines.
+    device:
+        auto, cpu, cuda or cuda:N, for one rank.
+    threads:
+        CPU threads of each rank.
+    nice:
+        Niceness of the ranks.
+    """
+    from p2pdiloco_node.training.further_ranks import run_ranks
+
+    return run_ranks(
+        gpus=gpus or "", ranks=ranks or 1, device=device or "auto", nnodes=nnodes, node_rank=node_rank,
+        rdzv=rdzv, nice=nice, threads=threads,
+    )  # fmt: skip
 
 
 @app.command

@@ -31,6 +31,7 @@ WORDS_ALLOWED = {  # for people, instead of the patterns below
     "device": "give auto, cpu, cuda or cuda:N (N counts this machine's GPUs from 0)",
     "checkpointing": "give auto, on or off",
     "offload": "give auto, none, anchor or moments",
+    "parallel": "give auto, ddp or fsdp",
     "log_level": "give debug, info, warning or error",
 }
 
@@ -57,6 +58,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batch: Annotated[int, Meta(ge=0, le=65536)] = 0  # sequences per forward pass; 0: as fits
     checkpointing: Annotated[str, Meta(pattern="^(auto|on|off)$")] = "auto"  # activations computed twice
     offload: Annotated[str, Meta(pattern="^(auto|none|anchor|moments)$")] = "auto"  # to host memory
+    gpus: str = ""  # all, or numbers (0,1,3): so many ranks; empty: one, on `device`
+    ranks: Annotated[int, Meta(ge=1, le=limits.ranks_max)] = 1  # of the trainer, on CPUs
+    parallel: Annotated[str, Meta(pattern="^(auto|ddp|fsdp)$")] = (
+        "auto"  # the whole model on each rank, or a part
+    )
+    nnodes: Annotated[int, Meta(ge=1, le=limits.trainer_machines_max)] = 1  # machines of this one node
+    rdzv: str = ""  # HOST:PORT on this machine, where the ranks of all machines meet
     compile: bool = False  # torch.compile; on GPUs faster after a minute or two
     data_disk: str = "64GiB"  # most that the run's data may take on disk, opened shards included
     keep_deltas: bool = False  # keep every delta, so that `verify` can start at version 0

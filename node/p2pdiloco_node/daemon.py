@@ -53,8 +53,9 @@ from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.families import open_config
 from p2pdiloco_node.training.frames import TrainerSettings
-from p2pdiloco_node.training.machine import this_machine
+from p2pdiloco_node.training.machine import gpus, this_machine
 from p2pdiloco_node.training.memory_plan import MemoryPlan, check, in_words, plan_memory, wishes_of
+from p2pdiloco_node.training.ranks import Ranks, check_batch, check_ranks, find_ranks
 from p2pdiloco_node.training.shard_plan import check_quota
 from p2pdiloco_node.training.supervisor import Supervisor
 from p2pdiloco_node.transport.http_session import make_session
@@ -92,6 +93,7 @@ class Daemon:
         self._listen = parse_address(config.listen, "--listen") if config.listen else None
         self._advertise = [parse_address(a, "--advertise") for a in config.advertise]
         self._quota = parse_size(config.data_disk, "--data-disk")
+        check_ranks(config)
         self._wanted = Wanted(config.tensorboard, config.wandb)
         self._wanted.check()
         self._root = Path(config.data_dir).expanduser()
@@ -183,15 +185,17 @@ class Daemon:
         open_config(spec.model.family, spec.model.config)
         check_quota(spec.data, self._quota)
 
-        def plan() -> MemoryPlan:
-            machine = this_machine(self.config.device, self._data.root)
+        def plan() -> tuple[Ranks, MemoryPlan]:
+            ranks = find_ranks(self.config, gpus)
+            check_batch(ranks, spec.inner.sequences_per_step)
+            machine = this_machine(ranks.device, self._data.root)
             # What of this run lies here already needs no room any more.
             kept = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
             machine = machine._replace(disk_bytes=machine.disk_bytes + kept)
-            wishes = wishes_of(self.config)._replace(data_disk=self._quota)
-            return plan_memory(spec, machine, wishes)
+            wishes = wishes_of(self.config)._replace(ranks=ranks.all, here=ranks.here, data_disk=self._quota)
+            return ranks, plan_memory(spec, machine, wishes)
 
-        made = await asyncio.to_thread(plan)
+        self._ranks, made = await asyncio.to_thread(plan)
         log.info("Run %s needs on this machine, at most:\n%s", spec.name, "\n".join(in_words(made)))
         check(made, spec.name)
         self._plan = made
@@ -200,12 +204,14 @@ class Daemon:
         """On a CPU as planned, before this daemon took its part of the RAM; a GPU is the trainer's to ask."""
         config = self.config
         asked = TrainerSettings(
-            config.device, config.micro_batch, config.checkpointing, config.offload, config.compile
-        )
+            config.device, config.micro_batch, config.checkpointing, config.offload, config.compile,
+            config.parallel,
+        )  # fmt: skip
         if self._plan.machine.gpu_bytes is not None:
             return asked
         on_or_off = "on" if self._plan.checkpointing else "off"
-        return asked._replace(micro_batch=self._plan.micro_batch, checkpointing=on_or_off)
+        parallel = config.parallel if self._plan.parallel == "none" else self._plan.parallel
+        return asked._replace(micro_batch=self._plan.micro_batch, checkpointing=on_or_off, parallel=parallel)
 
     @property
     def _witness(self) -> PeerId:
@@ -366,7 +372,8 @@ class Daemon:
             on_event=self.desk.trainer_said,
             threads=self.config.threads,
             nice=TRAINER_NICE,
-            device=self.config.device,
+            device=self._ranks.device,
+            command=self._ranks.command(folders["exchange"] / "ranks"),
         )
         self.desk.attach(self._supervisor)
         self.desk.on_stepped = self._tracked.stepped

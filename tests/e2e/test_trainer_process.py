@@ -32,7 +32,8 @@ from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import read_array
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
-from p2pdiloco_node.training.supervisor import WORKER, Beginning, Supervisor, Told, TrainerDown
+from p2pdiloco_node.training.ranks import WORKER
+from p2pdiloco_node.training.supervisor import Beginning, Supervisor, Told, TrainerDown
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.training.token_files import open_token_files
 
@@ -129,7 +130,10 @@ def test_run_new_interrupted_is_no_run_and_goes_on(run_folder: Path, texts: Path
 class Node:
     """The part of a daemon that trains: supervisor, contributor, and a swarm of one that merges at once."""
 
-    def __init__(self, run_folder: Path, folder: Path) -> None:
+    parallel = "auto"
+
+    def __init__(self, run_folder: Path, folder: Path, **supervisor: Any) -> None:
+        """`supervisor`: more of its arguments."""
         self.run, self.spec = open_run_spec((run_folder / "spec.bin").read_bytes(), verify_ed25519)
         for name in ("exchange", "moments", "own", "tokens"):
             (folder / name).mkdir(exist_ok=True)
@@ -157,6 +161,7 @@ class Node:
             MomentsCheckpoints(folder / "moments", write),
             begin=self._begin,
             on_event=self._hear,
+            **supervisor,
         )
 
     async def _begin(self) -> Beginning:
@@ -169,6 +174,7 @@ class Node:
             cursor=self.contributor.cursor,
             next_sequence=0,
             device="cpu",
+            parallel=self.parallel,
         )
         view = self.contributor.view(self.params)
         return Beginning(configure, 0, 0, self.spec.target_tokens, view)
@@ -252,7 +258,7 @@ def test_the_trainer_ends_with_its_daemon(tmp_path: Path) -> None:
     script = tmp_path / "daemon.py"
     script.write_text(
         "import subprocess, sys, time\n"
-        "from p2pdiloco_node.training.supervisor import WORKER\n"
+        "from p2pdiloco_node.training.ranks import WORKER\n"
         "trainer = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
         "print(trainer.pid, flush=True)\n"
         "time.sleep(600)\n"

@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 INSTEAD = {
     "asyncio": "return an action and let node/p2pdiloco_node/driver.py do the waiting",
     "aiohttp": "the network belongs in node/p2pdiloco_node/transport/",
-    "torch": "torch lives in the trainer process, node/p2pdiloco_node/training/worker.py",
+    "torch": "torch lives in the trainer process, node/p2pdiloco_node/training/trainer_process.py",
     "transformers": "models live in the trainer process, node/p2pdiloco_node/training/models.py",
     "time": "take `now` (seconds, monotonic) as an argument",
     "datetime": "take `now` (seconds, monotonic) as an argument; wall clocks decide nothing",
@@ -54,6 +54,11 @@ TRAINER_ONLY = ("torch", "transformers")
 # The trainer process and the lab, a process of its own: the only modules that may import torch.
 TRAINER = (
     "p2pdiloco_node.training.worker",
+    "p2pdiloco_node.training.trainer_process",
+    "p2pdiloco_node.training.launch",
+    "p2pdiloco_node.training.process_group",
+    "p2pdiloco_node.training.flat_params",
+    "p2pdiloco_node.training.sharded_params",
     "p2pdiloco_node.training.models",
     "p2pdiloco_node.training.inner_loop",
     "p2pdiloco_node.training.genesis",

@@ -36,6 +36,7 @@ TRAINER = (
         for name in (
             *("worker", "models", "inner_loop", "genesis", "adamw", "losses"),
             *("sampling", "checkpoint_reader"),
+            *("trainer_process", "launch", "led_loop", "process_group", "flat_params", "sharded_params"),
         )
     ),
     *(f"p2pdiloco_node.lab.{name}" for name in ("model", "networks", "compiling")),

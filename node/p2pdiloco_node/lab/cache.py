@@ -36,10 +36,11 @@ CORE = (  # of p2pdiloco: what a run imports
 )  # fmt: skip
 MODEL = (  # of p2pdiloco_node, for arms with a model
     "lab/model.py", "lab/compiling.py", "lab/networks.py", "lab/text.py",
-    "training/activations.py", "training/adamw.py", "training/data.py", "training/device.py",
+    "training/activations.py", "training/adamw.py", "training/arrays.py", "training/data.py",
+    "training/device.py", "training/flat_params.py", "training/moments_file.py", "training/rank_group.py",
     "training/families.py", "training/inner_loop.py", "training/losses.py", "training/machine.py",
     "training/memory_plan.py", "training/models.py", "training/presets.py", "training/shapes.py",
-    "training/shard_plan.py",
+    "training/shard_plan.py", "training/sharded_params.py",
     "corpus/documents.py", "corpus/held_out.py", "corpus/in_memory.py", "corpus/readers.py",
     "corpus/sources.py", "corpus/streams.py", "corpus/tables.py", "corpus/token_input.py",
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""AdamW over views into one flat vector, with its moments on the device or in host memory."""
+"""AdamW over what a rank holds of the params, with its moments on the device or in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from p2pdiloco.run_spec import InnerSpec
+from p2pdiloco_node.training.flat_params import Placed, in_pieces
 
 Floats = npt.NDArray[np.float32]
 STATE = ("exp_avg", "exp_avg_sq")  # torch's names of the first and the second moment
@@ -23,11 +24,9 @@ class AdamW:
     the same.
     """
 
-    def __init__(
-        self, named: Iterable[tuple[str, Any]], inner: InnerSpec, *, device: str, on_host: bool
-    ) -> None:
-        """`named`: parameters in the layout's order, each with its gradient's place."""
-        self._parameters = list(named)
+    def __init__(self, placed: Iterable[Placed], inner: InnerSpec, *, device: str, on_host: bool) -> None:
+        """`placed`: parameters in the flat order, each with its gradient's place."""
+        self._parameters = list(placed)
         self._inner = inner
         self._device = device
         self._on_host = on_host
@@ -68,26 +67,23 @@ class AdamW:
             for key in STATE:
                 state[key] = self._to_host(state[key], kept.get(key))
 
-    def moments(self) -> Floats:
-        """(2, params): first and second moments; a copy."""
-        both = np.zeros((2, sum(p.numel() for _, p in self._parameters)), np.float32)
-        at = 0
-        for _, parameter, state in self._states():
-            here = slice(at, at + parameter.numel())
-            for row, key in enumerate(STATE):
-                if key in state:
-                    both[row, here] = state[key].reshape(-1).cpu().numpy()
-            at = here.stop
-        return both
+    def moments(self, row: int) -> Iterator[Floats]:
+        """First (0) or second (1) moments in the flat order, a piece at a time; copies."""
+        for place, _, _, state in self._states():
+            values = state[STATE[row]].reshape(-1) if STATE[row] in state else None
+            for piece in in_pieces(place):
+                here = slice(piece.start - place.start, piece.stop - place.start)
+                if values is None:
+                    yield np.zeros(piece.stop - piece.start, np.float32)
+                else:
+                    yield np.array(values[here].cpu().numpy(), np.float32)
 
     def load(self, steps: int, both: Floats) -> None:
-        """The inverse of `moments`, after `steps` inner steps."""
+        """After `steps` inner steps. `both`: (2, params) first and second moments of the whole model."""
         self.zero()
-        at = 0
-        for optimizer, parameter, state in self._states():
-            here = slice(at, at + parameter.numel())
+        for place, optimizer, parameter, _ in self._states():
             first, second = (
-                torch.from_numpy(both[row, here].copy()).view(parameter.shape) for row in range(len(STATE))
+                torch.from_numpy(both[row, place].copy()).view(parameter.shape) for row in range(len(STATE))
             )
             if self._on_host:
                 first, second = (self._to_host(moment, None) for moment in (first, second))
@@ -95,13 +91,12 @@ class AdamW:
                 first, second = (moment.to(self._device) for moment in (first, second))
             state = {"step": torch.tensor(float(steps), device=self._device)}
             optimizer.state[parameter] = state | dict(zip(STATE, (first, second), strict=True))
-            at = here.stop
 
-    def _states(self) -> Iterable[tuple[Any, Any, Any]]:
-        """(optimizer, parameter, its state) in the layout's order."""
-        for place, (_, parameter) in enumerate(self._parameters):
-            optimizer = self._optimizers[place if self._on_host else 0]
-            yield optimizer, parameter, optimizer.state.get(parameter, {})
+    def _states(self) -> Iterator[tuple[slice, Any, Any, Any]]:
+        """(place, optimizer, parameter, its state) in the flat order."""
+        for number, (place, parameter) in enumerate(self._parameters):
+            optimizer = self._optimizers[number if self._on_host else 0]
+            yield place, optimizer, parameter, optimizer.state.get(parameter, {})
 
     def _to_host(self, moment: Any, place: Any) -> Any:
         """Into `place`, or new pinned memory, which the GPU's copies need to be fast."""

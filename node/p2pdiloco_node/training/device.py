@@ -8,5 +8,5 @@ from p2pdiloco.errors import OperatorError
 class DeviceMissing(OperatorError):
     """The device that the settings name is not on this machine; trying again does not bring it."""
 
-    def __init__(self, wanted: str, why: str) -> None:
-        super().__init__(f"--device {wanted}: {why}; use auto or cpu.", 6)
+    def __init__(self, wanted: str, why: str, instead: str = "use auto or cpu") -> None:
+        super().__init__(f"{wanted}: {why}; {instead}.", 6)

@@ -29,6 +29,7 @@ class TrainerSettings(NamedTuple):
     checkpointing: str = "auto"  # auto, on, off
     offload: str = "auto"  # auto, none, anchor, moments
     compile: bool = False  # losses by torch.compile
+    parallel: str = "auto"  # of several ranks: auto, ddp, fsdp
 
 
 # Daemon to trainer ----------------------------------------------------------------------------------------
@@ -46,10 +47,11 @@ class Configure(Frame, frozen=True):
     next_sequence: int  # the number that the next finished pass gets
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     threads: int = 1  # of torch on the CPU
-    micro_batch: int = 0  # these four as in TrainerSettings
+    micro_batch: int = 0  # these five as in TrainerSettings
     checkpointing: str = "auto"
     offload: str = "auto"
     compile: bool = False
+    parallel: str = "auto"
     moments: str = ""  # file of AdamW moments to start from; empty: from zero, warmed up
     tokenizer: tuple[str, ...] = ()  # files that make up the tokenizer.json; none: bytes
 

@@ -1,34 +1,40 @@
-"""Inner steps on one machine: AdamW on flat float32 params, and what happens to them between steps.
+"""Inner steps of one node: AdamW on flat float32 params, and what happens to them between steps.
 
-theta and anchor are one flat vector each, in the order of the RunSpec's tensors, so that the outer loop's
-arithmetic (algorithm.md 3) is four vector operations. The model's parameters are views into theta, its
-gradients views into one gradient vector. What must not be on a small GPU may lie in host memory: it is moved
-in pieces, so that no second copy of the model is ever there.
+theta and anchor are in the flat order of the RunSpec's tensors, so that the outer loop's arithmetic
+(algorithm.md 3) is four vector operations. The model's parameters are views into theta. What must not be on a
+small GPU may lie in host memory: it is moved in pieces, so that no second copy of the model is ever there.
+
+One rank or several: each has its rows of every batch, and all of the params (flat_params.py) or some of them
+(sharded_params.py). Several call the same methods in the same order (led_loop.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
+from transformers import DynamicCache
 
-from p2pdiloco import limits
 from p2pdiloco.rules.schedule import moments_warmup
 from p2pdiloco.run_spec import InnerSpec, ModelSpec
 from p2pdiloco_node.training.adamw import AdamW
+from p2pdiloco_node.training.arrays import Values
 from p2pdiloco_node.training.data import Tokens
 from p2pdiloco_node.training.device import DeviceMissing
+from p2pdiloco_node.training.flat_params import FlatParams, HeldParams, in_pieces
 from p2pdiloco_node.training.losses import CausalLoss, Losses
 from p2pdiloco_node.training.machine import Machine, free_disk
 from p2pdiloco_node.training.memory_plan import Offload
-from p2pdiloco_node.training.models import checkpoint_layers, give_memory, outline_of, tensor_layout, views
+from p2pdiloco_node.training.models import checkpoint_layers, outline_of, tensor_layout
+from p2pdiloco_node.training.moments_file import read_moments
+from p2pdiloco_node.training.rank_group import Alone, Group
 
 Floats = npt.NDArray[np.float32]
 
@@ -38,10 +44,13 @@ def choose_device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceMissing(wanted, "this machine has no usable NVIDIA GPU, or torch is a build without CUDA")
+        raise DeviceMissing(
+            f"--device {wanted}", "this machine has no usable NVIDIA GPU, or torch is a build without CUDA"
+        )
     if wanted.startswith("cuda:") and int(wanted.removeprefix("cuda:")) >= torch.cuda.device_count():
         raise DeviceMissing(
-            wanted, f"this machine has {torch.cuda.device_count()} usable NVIDIA GPU(s), counted from 0"
+            f"--device {wanted}",
+            f"this machine has {torch.cuda.device_count()} usable NVIDIA GPU(s), counted from 0",
         )
     return wanted
 
@@ -70,6 +79,15 @@ class LoopSpec(Protocol):
     def inner(self) -> InnerSpec: ...
 
 
+class _Piece(NamedTuple):
+    """Some params of this rank, side by side."""
+
+    place: slice  # in the flat order
+    theta: Any
+    anchor: Any
+    evaluated: Any  # None: no params are under evaluation
+
+
 class InnerLoop:
     """Params, anchor and moments of one node. Not usable before the first `adopt` or `start_from`."""
 
@@ -83,43 +101,71 @@ class InnerLoop:
         offload: Offload = "none",
         compiled: bool = False,
         model: Any = None,
+        group: Group | None = None,
+        sharded: bool = False,
+        bf16: bool | None = None,
     ) -> None:
         """`micro_batch`: sequences per forward pass; 0: the whole batch at once.
 
         `checkpointing`: each layer's activations are computed again in the backward pass. `offload`: what is
         in host memory: the anchor and params under evaluation, or these and the moments. `compiled`: the
         losses by torch.compile; where that fails, `compile_failure` says why, and all goes on without.
-        `model`: in place of the one that `spec` describes, with the same tensors (the lab's).
+        `model`: in place of the one that `spec` describes, with the same tensors (the lab's). `group`: the
+        ranks that train this one model, which all make their loop alike; `sharded`: each holds a part of it.
+        `bf16`: matrices are multiplied in bfloat16; None: where the hardware does.
 
         Raises: ModelRefused: the run's model is not what its config says, or cannot be built here.
         """
         self._inner = spec.inner
         self._device = device
+        self._group = group or Alone()
         self._micro_batch = micro_batch or spec.inner.sequences_per_step
         self._model = outline_of(spec.model) if model is None else model
-        self._layout = spec.model.tensors
-        assert tensor_layout(self._model) == self._layout, "the model's tensors are not those of the RunSpec"
-        self.theta = torch.zeros(spec.model.params, dtype=torch.float32, device=device)
-        self._gradient = torch.zeros_like(self.theta)
-        self._eval_device = "cpu" if offload != "none" else device
-        self.anchor = torch.zeros(
-            spec.model.params, device=self._eval_device, pin_memory=self._eval_device != device
-        )
-        give_memory(self._model, views(self.theta, self._layout), views(self._gradient, self._layout), device)
+        self.layout = spec.model.tensors
+        assert tensor_layout(self._model) == self.layout, "the model's tensors are not those of the RunSpec"
+        if bf16 is None:
+            # Emulation is slower than float32.
+            bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+        self._loss = CausalLoss(self._model, bf16=bf16).train()
+        self._held = self._hold(sharded=sharded, bf16=bf16)
+        self._beside = "cpu" if offload != "none" else device  # anchor and params under evaluation
+        pinned = self._beside != device  # which the GPU's copies need to be fast
+        self._anchors = [
+            torch.zeros(theta.numel(), device=self._beside, pin_memory=pinned)
+            for _, theta in self._held.stretches
+        ]
+        self._evaluated: list[Any] = []
         if checkpointing:
             checkpoint_layers(self._model)
-        # Where the hardware multiplies bf16; elsewhere emulation is slower than float32.
-        bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
-        self._loss = CausalLoss(self._model, bf16=bf16).train()
         self._forward: Any = self._loss
         self.compile_failure = ""
-        if compiled:
+        if compiled and sharded:
+            self.compile_failure = "torch.compile is not used where the model is spread over ranks (fsdp)"
+        elif compiled:
             self._compile(spec.model.seq_len)
-        self._optimizer = AdamW(
-            self._model.named_parameters(), spec.inner, device=device, on_host=offload == "moments"
-        )
+        self._optimizer = AdamW(self._held.placed, spec.inner, device=device, on_host=offload == "moments")
         self._steps_since_zero = 0  # inner steps since the moments were zero
-        self._eval_flat: Any = None
+        self._cache: Any = None  # keys and values of a continuation under way
+
+    def _hold(self, *, sharded: bool, bf16: bool) -> HeldParams:
+        if not sharded:
+            return FlatParams(self._model, self.layout, self._device, self._group)
+        # Here, because FSDP takes seconds to import.
+        from p2pdiloco_node.training.sharded_params import ShardedParams
+
+        return ShardedParams(self._loss, self.layout, self._device, self._group, bf16=bf16)
+
+    @property
+    def theta(self) -> Any:
+        """(params,) where a rank has the whole model: the memory that the model computes with."""
+        (stretch,) = self._held.stretches
+        return stretch.theta
+
+    @property
+    def anchor(self) -> Any:
+        """(params,) where a rank has the whole model."""
+        (anchor,) = self._anchors
+        return anchor
 
     @property
     def device_name(self) -> str:
@@ -137,23 +183,42 @@ class InnerLoop:
         if a loss or the gradient is not finite, and then nothing was changed.
         """
         batch = torch.from_numpy(tokens).to(self._device)
-        self._gradient.zero_()
+        self._held.zero_gradient()
         predicted = batch.shape[0] * (batch.shape[1] - 1)
         cross_entropy: Any = torch.zeros((), device=self._device)
-        for part in batch.split(self._micro_batch):
+        for part, share in self._parts(batch):
+            self._loss.counted = share > 0
             losses = self.training_loss(part)
-            share = part.shape[0] / batch.shape[0]  # a balance is a mean, a cross-entropy a sum
-            (losses.cross_entropy / predicted + self._loss.balance_weight * share * losses.balance).backward()
-            cross_entropy += losses.cross_entropy.detach()
+            # A balance is a mean, a cross-entropy a sum.
+            objective = losses.cross_entropy / predicted + self._loss.balance_weight * share * losses.balance
+            (objective * (self._held.loss_factor if share else 0.0)).backward()
+            if share:
+                cross_entropy += losses.cross_entropy.detach()
+        self._group.add_up(cross_entropy)
         loss: float = float(cross_entropy) / predicted
-        norm = float(torch.linalg.vector_norm(self._gradient))
+        norm = self._held.finish_gradient()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return None
         if norm > self._inner.clip_norm:
-            self._gradient.mul_(self._inner.clip_norm / norm)
+            self._held.scale_gradient(self._inner.clip_norm / norm)
         self._optimizer.step(lr * moments_warmup(self._inner, self._steps_since_zero))
         self._steps_since_zero += 1
         return loss
+
+    def _parts(self, batch: Any) -> Iterator[tuple[Any, float]]:
+        """This rank's rows of a batch, as many at a time as a forward pass takes, and their share of it.
+
+        Every rank takes as many forward passes, since sharded ones wait for each other in each: where a rank
+        has no rows left, the first row stands in, and its share is 0.
+        """
+        rows, ranks = batch.shape[0], self._group.size
+        mine = batch.tensor_split(ranks)[self._group.rank]
+        for first in range(0, -(-rows // ranks), self._micro_batch):
+            part = mine[first : first + self._micro_batch]
+            if len(part):
+                yield part, len(part) / rows
+            else:
+                yield batch[:1], 0.0
 
     def training_loss(self, tokens: Any) -> Losses:
         """Of (sequences, seq_len + 1) tokens, with a graph behind it."""
@@ -163,6 +228,8 @@ class InnerLoop:
     def expert_tokens(self) -> Floats | None:
         """(sparse layers, experts): tokens sent to each since the last call; None: no routers or no steps."""
         routed = self._loss.take_routed()
+        if routed is not None:
+            self._group.add_up(routed)
         return None if routed is None else np.asarray(routed.cpu().numpy(), np.float32)
 
     def expert_evenness(self) -> tuple[float, ...]:
@@ -179,38 +246,45 @@ class InnerLoop:
 
     # Between steps: algorithm.md 3.
 
-    def adopt(self, anchor: Floats, *, reset: bool) -> None:
+    def adopt(self, anchor: Values, *, reset: bool) -> None:
         """Rebase the unfinished work on a new anchor, or with `reset` give it up and warm the moments up.
 
         `anchor`: (params,) G - sum(in_flight).
         """
-        for part in self._pieces():
-            new = torch.from_numpy(anchor[part]).to(self._device)
+        for piece in self._pieces():
+            new = torch.from_numpy(anchor[piece.place]).to(self._device)
             if reset:
-                self.theta[part].copy_(new)
+                piece.theta.copy_(new)
             else:
-                self.theta[part].sub_(self.anchor[part].to(self._device)).add_(new)
-            self.anchor[part].copy_(new)
+                piece.theta.sub_(piece.anchor.to(self._device)).add_(new)
+            piece.anchor.copy_(new)
         if reset:
             self.zero_moments()
 
-    def start_from(self, anchor: Floats) -> None:
+    def start_from(self, anchor: Values) -> None:
         """The first state of this process's life: no progress to carry, moments as loaded."""
-        self.theta.copy_(torch.from_numpy(anchor))
-        self.anchor.copy_(self.theta)
+        for piece in self._pieces():
+            piece.theta.copy_(torch.from_numpy(anchor[piece.place]))
+            piece.anchor.copy_(piece.theta)
 
-    def cut_delta(self) -> Floats:
-        """The pseudo-gradient anchor - theta (params,); the anchor moves to theta."""
-        delta = np.empty(self.theta.numel(), np.float32)
-        for part in self._pieces():
-            difference = self.anchor[part].to(self._device) - self.theta[part]
-            torch.from_numpy(delta[part]).copy_(difference)
-            self.anchor[part].copy_(self.theta[part])
-        return delta
+    def cut_delta(self) -> Iterator[Floats]:
+        """The pseudo-gradient anchor - theta in the flat order, a piece at a time; the anchor moves to theta.
+
+        To be exhausted. Of several ranks the first one gets all of it, the others nothing.
+        """
+        self._held.align()
+        yield from self._held.collect(self._cut())
+
+    def _cut(self) -> Iterator[Floats]:
+        for piece in self._pieces():
+            difference = piece.anchor.to(self._device) - piece.theta
+            piece.anchor.copy_(piece.theta)
+            yield difference.cpu().numpy()
 
     def roll_back(self) -> None:
         """After a step that was not finite: theta <- anchor, the last state known to be sound."""
-        self.theta.copy_(self.anchor)
+        for piece in self._pieces():
+            piece.theta.copy_(piece.anchor)
         self.zero_moments()
 
     # Moments: private to the node, saved with its checkpoint, never sent (algorithm.md 2).
@@ -220,26 +294,44 @@ class InnerLoop:
         self._steps_since_zero = 0
 
     def moments(self) -> tuple[int, Floats]:
-        """Steps since zero and (2, params): first and second moments; a copy."""
-        return self._steps_since_zero, self._optimizer.moments()
+        """Steps since zero and (2, params): first and second moments; a copy. Of several ranks the first one
+        gets them, the others (2, 0)."""
+        size = sum(tensor.size for tensor in self.layout) if self._group.rank == 0 else 0
+        both = np.empty((2, size), np.float32)
+        for row in range(2):
+            at = 0
+            for piece in self._held.collect(self._optimizer.moments(row)):
+                both[row, at : at + len(piece)] = piece
+                at += len(piece)
+        return self._steps_since_zero, both
 
-    def load_moments(self, steps: int, both: Floats) -> None:
-        """The inverse of `moments`."""
+    def load_moments(self, path: Path) -> None:
+        """What was written of `moments` (moments_file.py). Raises: ValueError, OSError."""
+        steps, both = read_moments(path, sum(tensor.size for tensor in self.layout))
         self._optimizer.load(steps, both)
         self._steps_since_zero = steps
 
     # Evaluation of somebody else's params, which for that time take theta's place.
 
-    def load_evaluation(self, params: Floats) -> None:
-        """(params,) to evaluate; kept until `drop_evaluation`. Its memory is this loop's from here on."""
-        self._eval_flat = torch.from_numpy(params).to(self._eval_device)
+    def load_evaluation(self, params: Values) -> None:
+        """(params,) to evaluate; kept until `drop_evaluation`."""
+        self._evaluated = [
+            torch.empty(theta.numel(), device=self._beside) for _, theta in self._held.stretches
+        ]
+        for piece in self._pieces():
+            piece.evaluated.copy_(torch.from_numpy(params[piece.place]))
 
     def evaluate(self, tokens: Tokens) -> float:
         """Sum of losses in nats over `tokens` (sequences, seq_len + 1) under the loaded params."""
         batch = torch.from_numpy(tokens).to(self._device)
+        total: Any = torch.zeros((), device=self._device)
         with self.under_evaluation():
-            parts = [self._loss(part).cross_entropy for part in batch.split(self._micro_batch)]
-            return float(torch.stack(parts).sum())
+            for part, share in self._parts(batch):
+                cross_entropy = self._loss(part).cross_entropy
+                if share:
+                    total += cross_entropy
+            self._group.add_up(total)
+        return float(total)
 
     @contextmanager
     def under_evaluation(self) -> Iterator[Any]:
@@ -247,25 +339,36 @@ class InnerLoop:
         self._exchange()
         try:
             self._loss.eval()
-            with torch.no_grad(), self._loss.autocast(self.theta.device.type):
+            with torch.no_grad(), self._loss.autocast(torch.device(self._device).type):
                 yield self._model
         finally:
             self._loss.train()
             self._exchange()
 
+    def next_token(self, seen: Sequence[int], *, begin: bool, vocab_size: int) -> int:
+        """Under evaluation: the likeliest token after `seen` and what was seen since the last `begin`."""
+        if begin:
+            self._cache = DynamicCache(config=self._model.config)
+        tokens = torch.tensor([seen], dtype=torch.int64, device=self._device)
+        return int(self._loss.next_logits(tokens, self._cache)[:vocab_size].argmax())
+
     def drop_evaluation(self) -> None:
-        self._eval_flat = None
+        self._evaluated, self._cache = [], None
 
     def _exchange(self) -> None:
         """theta <-> the params under evaluation: the model computes with whatever theta's memory holds."""
-        for part in self._pieces():
-            kept = self.theta[part].clone()
-            self.theta[part].copy_(self._eval_flat[part])
-            self._eval_flat[part].copy_(kept)
+        for piece in self._pieces():
+            kept = piece.theta.clone()
+            piece.theta.copy_(piece.evaluated)
+            piece.evaluated.copy_(kept)
 
-    def _pieces(self) -> Iterator[slice]:
-        for first in range(0, self.theta.numel(), limits.handed_over_values):
-            yield slice(first, first + limits.handed_over_values)
+    def _pieces(self) -> Iterator[_Piece]:
+        for number, (place, theta) in enumerate(self._held.stretches):
+            anchor = self._anchors[number]
+            evaluated: Any = self._evaluated[number] if self._evaluated else None
+            for piece in in_pieces(place):
+                here = slice(piece.start - place.start, piece.stop - place.start)
+                yield _Piece(piece, theta[here], anchor[here], None if evaluated is None else evaluated[here])
 
     def _compile(self, seq_len: int) -> None:
         """Compile now, forward and backward: a failure is found before the first batch, and said."""
@@ -278,5 +381,5 @@ class InnerLoop:
             self.compile_failure = f"torch.compile failed here, training goes on without it: {said[:200]}"
         else:
             self._forward = forward
-        self._gradient.zero_()
+        self._held.zero_gradient()
         self._loss.take_routed()

@@ -6,8 +6,9 @@ the whole of it.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +27,8 @@ class Losses(NamedTuple):
 class CausalLoss(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
     """The losses of predicting each token from those before it."""
 
+    other_forwards: ClassVar[tuple[str, ...]] = ("next_logits",)  # what else computes with the params
+
     def __init__(self, model: Any, *, bf16: bool, logits_bytes: int = limits.logits_bytes) -> None:
         """`bf16`: matrices are multiplied in bfloat16 (autocast); params, norms and losses stay float32.
 
@@ -43,6 +46,7 @@ class CausalLoss(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         self.balance_weight = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self._has_router = hasattr(config, "router_aux_loss_coef")
         self._routed: Any = None
+        self.counted = True  # whether what a forward pass sends to experts counts
 
     def forward(self, tokens: Any) -> Losses:
         """`tokens`: (sequences, seq_len + 1). In evaluation mode nothing is asked of the routers."""
@@ -55,6 +59,13 @@ class CausalLoss(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
             cross_entropy = self._cross_entropy(hidden_nh, tokens[:, 1:].reshape(-1))
         balance = self._balance(out.router_logits) if routes else cross_entropy.new_zeros(())
         return Losses(cross_entropy, balance)
+
+    def next_logits(self, tokens: Any, cache: Any) -> Any:
+        """(vocabulary,) logits of what follows `tokens` (1, n), which are added to the cache."""
+        # The model adds to the cache in place; transformers has renamed it.
+        named = inspect.signature(type(self.model).forward).parameters
+        seen = {"cache" if "cache" in named else "past_key_values": cache}
+        return self.model(input_ids=tokens, use_cache=True, logits_to_keep=1, **seen).logits[0, -1]
 
     def autocast(self, device_type: str) -> Any:
         """What the model computes under."""
@@ -105,5 +116,5 @@ class CausalLoss(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
             chosen = layer.detach().topk(self.model.num_experts_per_tok, dim=-1).indices.reshape(-1)
             ones = torch.ones_like(chosen, dtype=torch.float32)
             counts.append(ones.new_zeros(layer.shape[-1]).scatter_add_(0, chosen, ones))
-        routed = torch.stack(counts)
+        routed = torch.stack(counts) * float(self.counted)
         self._routed = routed if self._routed is None else self._routed + routed

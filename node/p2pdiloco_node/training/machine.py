@@ -37,13 +37,17 @@ class Gpu(NamedTuple):
 def this_machine(device: str, folder: Path) -> Machine:
     """Free memory for a trainer on `device` (auto, cpu, cuda, cuda:N) with its data in `folder`.
 
+    Of several devices, separated by commas, the GPU with least free memory counts.
+
     A GPU that NVIDIA's driver does not tell of counts as none; the trainer, which asks torch, has the last
     word. Blocks for a moment: call it in a thread.
     """
-    gpu = None if device == "cpu" else _chosen(device, gpus())
+    devices = [one for one in device.split(",") if one != "cpu"]
+    found = gpus() if devices else []
+    chosen = [gpu for one in devices if (gpu := _chosen(one, found)) is not None]
     return Machine(
-        gpu_name=gpu.name if gpu else "",
-        gpu_bytes=gpu.free_bytes if gpu else None,
+        gpu_name=", ".join(dict.fromkeys(gpu.name for gpu in chosen)),
+        gpu_bytes=min((gpu.free_bytes for gpu in chosen), default=None),
         ram_bytes=psutil.virtual_memory().available,
         disk_bytes=free_disk(folder),
         folder=str(folder),

@@ -168,6 +168,16 @@ def derive_buffers(model: Any, device: str) -> None:
             del parameter._is_hf_initialized
 
 
+def decoder_layers(model: Any) -> list[Any]:
+    """The model's decoder layers in their order: its outermost list of as many modules as it has layers."""
+    # The config's attribute_map finds it under whatever name the family has.
+    count = model.config.num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise AssertionError(f"a {model.config.model_type} without a list of {count} layers")
+
+
 def checkpoint_layers(model: Any) -> None:
     """Each layer's activations are computed again in the backward pass instead of being kept."""
     # The reentrant kind would lose the router's losses, which leave a layer by the side door.

@@ -31,11 +31,14 @@ def write_moments(path: Path, steps: int, both: Floats) -> tuple[int, bytes]:
 
 
 def read_moments(path: Path, params: int) -> tuple[int, Floats]:
-    """Raises: ValueError: it is not the moments of a model of this size."""
+    """Steps, and (2, params) as they lie in the file: what is not looked at is not read.
+
+    Raises: ValueError: it is not the moments of a model of this size.
+    """
     size = path.stat().st_size
     if size != HEADER_BYTES + 8 * params:
         raise ValueError(f"{path.name} has {size} bytes instead of {HEADER_BYTES + 8 * params}")
     with path.open("rb") as file:
         steps = int.from_bytes(file.read(HEADER_BYTES), "big")
-        both = np.fromfile(file, "<f4", 2 * params).astype(np.float32, copy=False).reshape(2, params)
+    both: Floats = np.memmap(path, "<f4", mode="r", offset=HEADER_BYTES, shape=(2, params))
     return steps, both

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,10 +26,9 @@ from p2pdiloco_node.training.arrays import Floats, write_array
 from p2pdiloco_node.training.brake import RestartBrake
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import AnchorView
+from p2pdiloco_node.training.ranks import WORKER
 
 log = logging.getLogger(__name__)
-
-WORKER = (sys.executable, "-P", "-m", "p2pdiloco_node.training.worker")
 
 
 class Beginning(NamedTuple):

@@ -21,7 +21,8 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import write_array
-from p2pdiloco_node.training.supervisor import WORKER, trainer_environment
+from p2pdiloco_node.training.ranks import WORKER
+from p2pdiloco_node.training.supervisor import trainer_environment
 
 START_S_MAX = 180.0  # imports of N trainers on a busy machine
 STEPS_MIN = 3  # timed ones of each trainer, however slow

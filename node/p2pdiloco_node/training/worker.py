@@ -1,23 +1,18 @@
-"""The trainer process: a plain loop of inner steps that never waits for the network.
+"""What the trainer process does: a plain loop of inner steps that never waits for the network.
 
-`python -m p2pdiloco_node.training.worker [NICE [DEVICE]]` reads commands from stdin and writes events to
-stdout (frames.py); arrays go through files in the exchange folder. Read `Worker.turn` first: it is the
-loop's body. It may crash without taking the daemon along, and it ends at once when the daemon does.
+Commands come in and events go out (frames.py); arrays go through files in the exchange folder. Read
+`Worker.turn` first: it is the loop's body. The process around it is in trainer_process.py.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import queue
-import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,17 +24,18 @@ from p2pdiloco.rules.schedule import learning_rate
 from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.wire.codec import decode
 from p2pdiloco_node.training import frames
-from p2pdiloco_node.training.arrays import read_array, take_array, write_array
+from p2pdiloco_node.training.arrays import FileValues, write_pieces
 from p2pdiloco_node.training.data import DataFeed, DataOrder, NothingHere, ShardReader
-from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.evaluation import Evaluation, HeldOut, Writes
-from p2pdiloco_node.training.families import ModelRefused
 from p2pdiloco_node.training.frames import Command, Event
 from p2pdiloco_node.training.memory_plan import chosen, plan_trainer
-from p2pdiloco_node.training.moments_file import read_moments, write_moments
+from p2pdiloco_node.training.moments_file import write_moments
 from p2pdiloco_node.training.text_codec import TextCodec, open_codec
 
-PR_SET_PDEATHSIG = 1
+if TYPE_CHECKING:
+    from p2pdiloco_node.training.inner_loop import InnerLoop
+    from p2pdiloco_node.training.led_loop import LedLoop
+    from p2pdiloco_node.training.process_group import ProcessGroup
 
 
 @dataclass
@@ -55,23 +51,21 @@ class Worker:
     """One node's training. `obey` takes commands; `turn` does the next piece of work."""
 
     def __init__(
-        self, configure: frames.Configure, emit: Callable[[Event], None], clock: Callable[[], float]
+        self,
+        configure: frames.Configure,
+        emit: Callable[[Event], None],
+        clock: Callable[[], float],
+        group: ProcessGroup | None = None,
     ) -> None:
-        """Builds the model. Raises: OperatorError: data or device cannot be used."""
-        # Here, because importing torch takes seconds in which commands can already be read.
-        from p2pdiloco_node.training.inner_loop import InnerLoop, choose_device, set_threads, torch_machine
+        """Builds the model. `group`: the ranks of which this one is the first; None: it is alone.
 
+        Raises: OperatorError: data or device cannot be used.
+        """
         self._emit, self._clock = emit, clock
         self.spec = spec = decode(configure.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
-        set_threads(configure.threads)
-        device = choose_device(configure.device)
-        plan = plan_trainer(spec, torch_machine(device, configure.exchange), configure)
-        self.loop = InnerLoop(
-            spec, device=device, micro_batch=plan.micro_batch, checkpointing=plan.checkpointing,
-            offload=plan.offload, compiled=configure.compile,
-        )  # fmt: skip
+        self.loop, how = _make_loop(spec, configure, group)
         if configure.moments:
-            self.loop.load_moments(*read_moments(Path(configure.moments), spec.model.params))
+            self.loop.load_moments(Path(configure.moments))
         seq_len = spec.model.seq_len
         sizes = [shard.tokens for shard in spec.data.shards]
         order = DataOrder(
@@ -99,6 +93,7 @@ class Worker:
         self._adopt: frames.Adopt | None = None
         self._asked: deque[frames.Evaluate] = deque()
         self._evaluation: Evaluation | None = None
+        self.stopped = False
         self._paused = False
         self._waiting = False
         self._starved = False  # no data shard is here
@@ -108,7 +103,6 @@ class Worker:
         self._reported_at = clock()
         self._longest_gap_s = 0.0
         self._reported_tokens = 0
-        how = tuple(filter(None, (chosen(plan), self.loop.compile_failure)))
         emit(frames.Configured(self.loop.device_name, spec.model.params, how))
 
     # The loop's body.
@@ -174,7 +168,7 @@ class Worker:
             case frames.SaveCheckpoint(path):
                 self._save(Path(path))
             case frames.Stop():
-                raise SystemExit(0)
+                self.stopped = True
             case frames.Configure():
                 raise AssertionError("configured twice")
 
@@ -182,18 +176,18 @@ class Worker:
 
     def _take_over(self, adopt: frames.Adopt) -> None:
         """algorithm.md 3. An anchor made before the daemon knew of a finished pass lacks that delta still."""
-        anchor = take_array(Path(adopt.anchor), self.spec.model.params)
+        path = Path(adopt.anchor)
         for sent in [s for s in self._sent if adopt.reset or s.sequence <= adopt.sequence]:
             sent.path.unlink(missing_ok=True)
             self._sent.remove(sent)
-        for sent in self._sent:
-            anchor -= read_array(sent.path, len(anchor))
+        anchor = FileValues(path, self.spec.model.params, [sent.path for sent in self._sent])
         first = self._pass is None
         # The first adoption of a life has no progress to carry; moments from a checkpoint stay.
         if first and not adopt.reset:
             self.loop.start_from(anchor)
         else:
             self.loop.adopt(anchor, reset=adopt.reset)
+        path.unlink()
         self._version, self._target_tokens = adopt.version, adopt.target_tokens
         # Numbers that the log knows already are not used again (an own record that was lost).
         self._next_sequence = max(self._next_sequence, adopt.sequence + 1)
@@ -256,10 +250,9 @@ class Worker:
         self._reported_at, self._reported_tokens, self._longest_gap_s = now, 0, 0.0
 
     def _finish(self, current: Pass) -> None:
-        delta = self.loop.cut_delta()
         sequence = self._next_sequence
         path = self._exchange / f"delta-{sequence}.f32"
-        write_array(path, delta)
+        write_pieces(path, self.loop.cut_delta())
         self._emit(
             frames.PassDone(
                 sequence,
@@ -283,7 +276,8 @@ class Worker:
             if not self._asked:
                 return
             asked = self._asked.popleft()
-            self.loop.load_evaluation(take_array(Path(asked.params), self.spec.model.params))
+            self.loop.load_evaluation(FileValues(Path(asked.params), self.spec.model.params))
+            Path(asked.params).unlink()
             self._evaluation = Evaluation(
                 asked.version, self._held_out, self._writes(),
                 sequences_max=self.spec.inner.sequences_per_step, clock=self._clock,
@@ -337,76 +331,30 @@ class Worker:
             self._saving.join()
 
 
-def main() -> None:
-    """The process: import, read commands in a thread, loop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's: it ends this process in order
-    _die_with_parent()
-    if len(sys.argv) > 1:
-        os.nice(int(sys.argv[1]))  # before the imports: they are what hurts others most
-    # Whatever a library prints goes to stderr; stdout belongs to the frames.
-    events = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    lock = threading.Lock()
+def _make_loop(
+    spec: RunSpec, configure: frames.Configure, group: ProcessGroup | None
+) -> tuple[InnerLoop | LedLoop, tuple[str, ...]]:
+    """The loop, and sentences about how it works. Raises: OperatorError."""
+    # Here, because importing torch takes seconds in which commands can already be read.
+    from p2pdiloco_node.training.inner_loop import InnerLoop, choose_device, set_threads, torch_machine
 
-    def emit(event: Event) -> None:
-        with lock:
-            frames.write_event(events, event)
+    loop: InnerLoop | LedLoop
+    if group is None:
+        set_threads(configure.threads)
+        device = choose_device(configure.device)
+        plan = plan_trainer(spec, torch_machine(device, configure.exchange), configure)
+        loop = InnerLoop(
+            spec, device=device, micro_batch=plan.micro_batch, checkpointing=plan.checkpointing,
+            offload=plan.offload, compiled=configure.compile,
+        )  # fmt: skip
+    else:
+        from p2pdiloco_node.training.led_loop import Begin, LedLoop
 
-    inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    threading.Thread(target=_read_commands, args=(inbox,), name="commands", daemon=True).start()
-    try:
-        began = time.monotonic()
-        from p2pdiloco_node.training import inner_loop  # noqa: F401  # the seconds are told to the daemon
-
-        emit(frames.Ready(time.monotonic() - began))
-        if len(sys.argv) > 2:
-            _check_device(sys.argv[2])
-        first = inbox.get()
-        if isinstance(first, frames.Stop):
-            return
-        assert isinstance(first, frames.Configure), f"the first command is {type(first).__name__}"
-        worker = Worker(first, emit, time.monotonic)
-        while True:
-            if worker.idle:
-                worker.obey(inbox.get())
-            while not inbox.empty():
-                worker.obey(inbox.get())
-            worker.turn()
-    except ModuleNotFoundError as error:
-        emit(frames.Failed(f"{error.name} is not installed: pip install 'p2pdiloco[node]'.", 3))
-        raise SystemExit(3) from None
-    except OSError as error:
-        emit(frames.Failed(f"the trainer cannot use a file: {error}; check the disk and its free space."))
-        raise SystemExit(6) from None
-    except (DeviceMissing, ModelRefused) as error:
-        emit(frames.Failed(str(error), error.exit_code))
-        raise SystemExit(error.exit_code) from None
-    except OperatorError as error:
-        emit(frames.Failed(str(error)))
-        raise SystemExit(error.exit_code) from None
-
-
-def _check_device(wanted: str) -> None:
-    """Before any data is fetched for it. Raises: DeviceMissing."""
-    from p2pdiloco_node.training.inner_loop import choose_device
-
-    choose_device(wanted)
-
-
-def _read_commands(inbox: queue.SimpleQueue[Command]) -> None:
-    while (command := frames.read_command(sys.stdin.buffer)) is not None:
-        inbox.put(command)
-    os._exit(0)  # the daemon is gone: whatever this process does now, nobody will read it
-
-
-def _die_with_parent() -> None:
-    """On Linux the kernel ends us with the daemon, should stdin ever stay open without it."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+        machine = torch_machine(str(group.device), configure.exchange)._replace(gpu_bytes=group.gpu_bytes)
+        plan = plan_trainer(spec, machine, configure, ranks=group.size)
+        begin = Begin(
+            configure.spec, configure.threads, plan.micro_batch, plan.checkpointing, plan.offload,
+            configure.compile, plan.parallel == "fsdp",
+        )  # fmt: skip
+        loop = LedLoop(begin, group)
+    return loop, tuple(filter(None, (chosen(plan), loop.compile_failure)))

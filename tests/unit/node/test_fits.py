@@ -18,7 +18,7 @@ from p2pdiloco_node.config import NodeConfig
 from p2pdiloco_node.daemon import Daemon
 from p2pdiloco_node.lifetime import Leaving
 from p2pdiloco_node.storage.data_dir import DataDir
-from p2pdiloco_node.training.machine import Machine
+from p2pdiloco_node.training.machine import Gpu, Machine
 from p2pdiloco_node.training.presets import inner_spec, model_spec
 
 GIB = 2**30
@@ -41,6 +41,7 @@ async def planned(
     gpu_bytes = None if gpu is None else round(gpu * GIB)
     machine = Machine("", gpu_bytes, round(ram * GIB), round(disk * GIB), str(tmp_path))
     monkeypatch.setattr(module, "this_machine", lambda _device, _folder: machine)
+    monkeypatch.setattr(module, "gpus", lambda: [Gpu(n, "a GPU", gpu_bytes or 0, 0) for n in range(2)])
     config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(tmp_path / "node"), **settings)
     made = Daemon(config, Leaving())
     made._data = DataDir(tmp_path / "node")
@@ -99,3 +100,29 @@ async def test_settings_reach_the_trainer(tmp_path: Path, monkeypatch: pytest.Mo
         assert (settings.offload, settings.compile) == ("moments", True)
     free = (await planned(tmp_path, monkeypatch, gpu=24))._trainer_settings()
     assert (free.micro_batch, free.checkpointing, free.offload) == (0, "auto", "auto")
+
+
+async def test_ranks_are_in_the_plan_and_in_what_the_trainer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await planned(tmp_path, monkeypatch, ranks=2)
+    assert made._ranks.devices == ("cpu", "cpu")
+    assert (made._plan.parallel, made._plan.ranks) == ("ddp", 2)
+    assert made._trainer_settings().parallel == "ddp"
+    assert made._trainer_settings().micro_batch * 2 <= spec_of().inner.sequences_per_step
+    told = await planned(tmp_path, monkeypatch, gpu=24, gpus="0,1", parallel="fsdp")
+    assert told._ranks.devices == ("cuda:0", "cuda:1")
+    assert told._plan.parallel == "fsdp"
+    assert told._trainer_settings().parallel == "fsdp"
+
+
+async def test_more_ranks_than_sequences_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OperatorError, match="share the 64 sequences"):
+        await planned(tmp_path, monkeypatch, ranks=65)
+
+
+def test_contradictions_are_found_before_anything_is_touched(tmp_path: Path) -> None:
+    config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(tmp_path / "node"), ranks=2, gpus="all")
+    with pytest.raises(OperatorError, match="give one of them"):
+        Daemon(config, Leaving())
+    assert not (tmp_path / "node").exists()

@@ -119,7 +119,7 @@ def test_less_memory_gives_the_same_gradient(family: str) -> None:
             loop._forward = CausalLoss(loop._model, bf16=False, logits_bytes=4 * VOCAB * pieces)
         loop.start_from(flatten_params(model).numpy())
         loss = loop.step(tokens(), 0.0)
-        return loss, loop._gradient.clone()
+        return loss, loop._held.gradient.clone()
 
     loss, whole = gradient()
     for how in ({"checkpointing": True}, {"pieces": 5}, {"micro_batch": 1}, {"micro_batch": 3, "pieces": 1}):

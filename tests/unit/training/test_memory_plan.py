@@ -25,6 +25,7 @@ from p2pdiloco_node.training.memory_plan import (
     plan_trainer,
 )
 from p2pdiloco_node.training.presets import inner_spec, model_spec
+from p2pdiloco_node.training.shapes import shape_of
 
 TIB = 1024 * GIB
 
@@ -164,3 +165,71 @@ def test_a_config_that_says_nothing_is_planned_all_the_same() -> None:
     """The trainer will refuse it; the plan must not fall over it."""
     empty = ModelSpec("llama", "x", json.dumps({}).encode(), 256, 128, (TensorSpec("w", (10, 10)),))
     assert plan_memory(msgspec.structs.replace(M110, model=empty), cpu(8)).ram > 0
+
+
+def real(preset: str) -> RunSpec:
+    """A run whose tensors are those of a Llama of that preset, by layer."""
+    spec = run_of(preset, 1_000_000)
+    shape = shape_of(spec.model)
+    each = 4 * shape.hidden * shape.hidden + 3 * shape.hidden * shape.dense
+    layers = tuple(
+        TensorSpec(f"model.layers.{n}.w", (each // shape.hidden, shape.hidden)) for n in range(shape.layers)
+    )
+    ends = tuple(TensorSpec(name, (32000, shape.hidden)) for name in ("model.embed_tokens.w", "lm_head.w"))
+    return msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, tensors=(*layers, *ends)))
+
+
+def test_several_gpus_hold_the_model_each_or_share_it() -> None:
+    small, large = real("llama:110m"), real("llama:7b")
+    plan = plan_memory(small, gpu(80), Wishes(ranks=4, here=4))
+    assert (plan.parallel, plan.missing) == ("ddp", {})
+    assert not plan_memory(large, gpu(80)).missing.get("of RAM")
+    assert "on the GPU" in plan_memory(large, gpu(24, ram=4096, disk=4096), Wishes(offload="anchor")).missing
+    shared = plan_memory(large, gpu(40, ram=4096, disk=4096), Wishes(ranks=8, here=8))
+    assert (shared.parallel, shared.missing, shared.offload) == ("fsdp", {}, "none")
+    # What does not grow or shrink with the ranks is the swarm's state.
+    alone = plan_memory(large, gpu(400, ram=4096, disk=4096))
+    state = "global state: params, momentum"
+    assert [r for r in shared.rows if r.what == state] == [r for r in alone.rows if r.what == state]
+    moments = {
+        plan.parallel: row.gpu for plan in (shared, alone) for row in plan.rows if row.what == "moments"
+    }
+    assert moments["fsdp"] * 8 == pytest.approx(moments["none"], abs=64)
+    # Less is whole at a time than a rank would hold alone, and more than nothing.
+    (gathered,) = (row.gpu for row in shared.rows if row.what.startswith("layers gathered"))
+    assert 0 < gathered < 4 * large.model.params // 4
+
+
+def test_flags_choose_how_ranks_share() -> None:
+    small = real("llama:110m")
+    for parallel in ("ddp", "fsdp"):
+        plan = plan_memory(small, gpu(80), Wishes(ranks=2, here=2, parallel=parallel))  # type: ignore[arg-type]
+        assert plan.parallel == parallel
+        said = "\n".join(in_words(plan))
+        assert "each GPU" in said
+        assert f"({parallel})" in said
+    # One rank knows nothing of it.
+    assert plan_memory(small, gpu(80), Wishes(parallel="fsdp")).parallel == "none"
+
+
+def test_a_batch_is_divided_among_ranks() -> None:
+    assert plan_memory(M110, gpu(80), Wishes(ranks=4, here=4)).micro_batch == 16
+    assert plan_memory(M110, gpu(80), Wishes(ranks=3, here=3, micro_batch=999)).micro_batch == 22
+
+
+def test_ranks_on_a_cpu_repeat_what_they_do_not_share() -> None:
+    def ram(ranks: int, parallel: Any) -> dict[str, int]:
+        plan = plan_memory(M110, cpu(640), Wishes(ranks=ranks, here=ranks, parallel=parallel))
+        return {row.what: row.ram for row in plan.rows}
+
+    one, ddp, fsdp = ram(1, "auto"), ram(2, "ddp"), ram(2, "fsdp")
+    assert ddp["moments"] == 2 * one["moments"]
+    assert fsdp["moments"] == one["moments"]
+    assert ddp["programs"] > one["programs"] + 500 * 2**20
+
+
+def test_the_trainer_plans_for_its_ranks() -> None:
+    with pytest.raises(OperatorError, match="on the GPU"):
+        plan_trainer(real("llama:7b"), gpu(80), Wishes(offload="none", checkpointing="off"))
+    plan = plan_trainer(real("llama:7b"), gpu(80), Wishes(offload="none", checkpointing="off"), ranks=8)
+    assert plan.parallel == "fsdp"

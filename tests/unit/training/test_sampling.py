@@ -123,7 +123,7 @@ def test_positions_are_bounded_by_the_sequence(tiny: TinyModelRun) -> None:
     def seen(*args: Any, **kwargs: Any) -> Any:
         nonlocal longest
         out = forward(*args, **kwargs)
-        longest = max(longest, writes._cache.get_seq_length())
+        longest = max(longest, loop._cache.get_seq_length())
         return out
 
     loop._model.forward = seen
