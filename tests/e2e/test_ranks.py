@@ -27,7 +27,7 @@ from tests.e2e.test_trainer_process import Node, end
 from .swarm_kit import free_port, make_run, processes_of, swarm_in, wait_for
 from .test_swarm import START_S, STEP_S, same_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timed]
 TWO = Ranks(("cpu", "cpu"))
 
 run_folder, texts = one_rank.run_folder, one_rank.texts  # its fixtures
