@@ -167,8 +167,9 @@ class Tracker:
         page = StatusPage(self._status, address_of=remote_ip)
         self._shelf = CheckpointShelf(self._dir / CHECKPOINTS, self.config.checkpoints)
         downloads = Downloads(
-            self._shelf.find, lambda: listing(self._run, self._shelf, self.builder), Traffic(), local=local
-        )
+            self._shelf.find, lambda: listing(self._run, self._shelf, self.builder), Traffic(), local=local,
+            known=self._known_address,
+        )  # fmt: skip
         routes = [web.post("/v1/announce", self._announce), *page.routes(), *downloads.routes()]
         self.participant = participant = Participant(setting, self.telemetry, routes=routes)
         participant.takes_message = self._takes_message
@@ -215,6 +216,9 @@ class Tracker:
         return StatusBuilder(
             self._run, self._spec, join=self._join, build=__version__, started_unix=self._started_unix
         )
+
+    def _known_address(self, address: str) -> bool:
+        return self.participant.server is not None and self.participant.server.known_address(address)
 
     def _log(self) -> RunLog:
         assert self.participant.node is not None, "begun"
