@@ -223,11 +223,21 @@ def _ways(spec: RunSpec, machine: Machine, wishes: Wishes) -> Iterator[tuple[int
     largest = min(batch, max(1, most // spec.model.seq_len))
     # Parts of about equal size; the same size twice is tried once.
     sizes = [wishes.micro_batch] if wishes.micro_batch else []
-    sizes = sizes or sorted({-(-batch // parts) for parts in range(1, batch + 1)}, reverse=True)
+    sizes = sizes or list(part_sizes(batch))
     for on, offload in orders:
         for size in sizes:
             if size <= largest or wishes.micro_batch:
                 yield min(size, batch), on, offload
+
+
+def part_sizes(batch: int) -> Iterator[int]:
+    """Sizes of the largest of 1, 2, 3 ... equal parts of a batch, each once, falling: about 2 sqrt(batch)."""
+    parts, size = 1, batch
+    while size > 1:
+        yield size
+        parts = -(-batch // (size - 1))  # the fewest that are smaller
+        size = -(-batch // parts)
+    yield 1
 
 
 def _is_enough(spec: RunSpec, machine: Machine, micro_batch: int) -> bool:

@@ -32,7 +32,7 @@ class Continuations:
         self._length = max(1, min(spec.samples.tokens, spec.model.seq_len - 1))
         room = max(1, spec.model.seq_len - self._length)
         # An empty prompt begins where a document does: behind the end of another one.
-        self._prompts = [codec.encode(prompt)[-room:] or [self._end_token] for prompt in spec.samples.prompts]
+        self._prompts = [list(prompt[-room:]) or [self._end_token] for prompt in spec.samples.encoded]
         self._written: list[list[int]] = [[] for _ in self._prompts]
         self._at = 0  # the prompt that is being continued
         self._cache: Any = None  # keys and values of what the model has seen of it

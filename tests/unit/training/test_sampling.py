@@ -25,15 +25,15 @@ PROMPTS = ("abc", "", "hello world")
 class Raw:
     """Tokens as text, so that nothing is lost in decoding."""
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
     def decode(self, tokens: Any) -> str:
         return " ".join(map(str, tokens))
 
 
 def spec_of(spec: RunSpec, **samples: Any) -> RunSpec:
-    return msgspec.structs.replace(spec, samples=SampleSpec(**({"prompts": PROMPTS, "tokens": 6} | samples)))
+    fields: dict[str, Any] = {"prompts": PROMPTS, "tokens": 6} | samples
+    made = SampleSpec(**fields)
+    encoded = tuple(tuple(prompt.encode()) for prompt in made.prompts)
+    return msgspec.structs.replace(spec, samples=msgspec.structs.replace(made, encoded=encoded))
 
 
 def loop_of(spec: RunSpec, params: Any) -> InnerLoop:

@@ -314,7 +314,7 @@ def with_sets(tiny: TinyModelRun, **changes: Any) -> RunSpec:
     return msgspec.structs.replace(
         tiny.spec,
         data=msgspec.structs.replace(data, evaluations=(*data.evaluations, source)),
-        samples=SampleSpec(("ab", "c"), 5),
+        samples=SampleSpec(("ab", "c"), 5, (tuple(b"ab"), tuple(b"c"))),
         **changes,
     )
 
@@ -404,7 +404,7 @@ def test_without_a_tokenizer_there_are_losses_and_the_reason(tiny: TinyModelRun)
     spec = msgspec.structs.replace(
         tiny.spec,
         data=msgspec.structs.replace(tiny.spec.data, tokenizer=tokenizer),
-        samples=SampleSpec(("ab",), 5),
+        samples=SampleSpec(("ab",), 5, (tuple(b"ab"),)),
     )
     for files, why in ((("tokenizer",), "cannot be used"), (("gone",), "cannot be read")):
         bench = Bench(tiny, spec=spec, tokenizer=tuple(str(tiny.folder / f) for f in files))
