@@ -201,6 +201,7 @@ trainer_brake_s = 600.0  # first pause of the brake; doubles up to trainer_brake
 trainer_brake_s_max = 4 * 3600.0  # a machine that was mended overnight is tried again in the morning
 evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation; of all single sources as many again
 evaluation_slice_s = 0.2  # an evaluation goes on for about so long between two inner steps
+evaluation_slice_moves = 4  # and for so many times as long as moving the params in and out takes
 evaluation_agrees_nats = 0.02  # what losses of one state differ by, between devices and their bf16
 sample_chars_max = 1000  # of one continuation: 256 tokens of four letters; fits string_bytes_max
 evaluations_waiting_max = 4  # asked for and not begun; the oldest gives way

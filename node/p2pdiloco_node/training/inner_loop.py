@@ -8,8 +8,9 @@ in pieces, so that no second copy of the model is ever there.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
+from transformers import DynamicCache
 
 from p2pdiloco import limits
 from p2pdiloco.rules.schedule import moments_warmup
@@ -120,6 +122,8 @@ class InnerLoop:
         )
         self._steps_since_zero = 0  # inner steps since the moments were zero
         self._eval_flat: Any = None
+        self._evaluating = False  # theta holds the params under evaluation
+        self._cache: Any = None  # keys and values of a continuation under way
 
     @property
     def device_name(self) -> str:
@@ -243,8 +247,15 @@ class InnerLoop:
 
     @contextmanager
     def under_evaluation(self) -> Iterator[Any]:
-        """The model, computing with the loaded params, without gradients; theta is back afterwards."""
+        """The model, computing with the loaded params, without gradients; theta is back afterwards.
+
+        It moves all params, twice: who does several things enters it once, around them.
+        """
+        if self._evaluating:
+            yield self._model
+            return
         self._exchange()
+        self._evaluating = True
         try:
             self._loss.eval()
             with torch.no_grad(), self._loss.autocast(self.theta.device.type):
@@ -252,9 +263,20 @@ class InnerLoop:
         finally:
             self._loss.train()
             self._exchange()
+            self._evaluating = False
+
+    def next_token(self, seen: Sequence[int], *, begin: bool, vocab_size: int) -> int:
+        """Under evaluation: the likeliest token after `seen` and what was seen since the last `begin`."""
+        if begin:
+            self._cache = DynamicCache(config=self._model.config)
+        tokens = torch.tensor([seen], dtype=torch.int64, device=self._device)
+        # The model adds to the cache in place.
+        cache = {_cache_name(type(self._model)): self._cache}
+        out = self._model(input_ids=tokens, use_cache=True, logits_to_keep=1, **cache)
+        return int(out.logits[0, -1, :vocab_size].argmax())
 
     def drop_evaluation(self) -> None:
-        self._eval_flat = None
+        self._eval_flat = self._cache = None
 
     def _exchange(self) -> None:
         """theta <-> the params under evaluation: the model computes with whatever theta's memory holds."""
@@ -280,3 +302,8 @@ class InnerLoop:
             self._forward = forward
         self._gradient.zero_()
         self._loss.take_routed()
+
+
+def _cache_name(kind: type) -> str:
+    """How the model's forward calls its cache: transformers has renamed it."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]

@@ -204,7 +204,7 @@ def amount(size: int) -> str:
 def _ways(spec: RunSpec, machine: Machine, wishes: Wishes) -> Iterator[tuple[int, bool, Offload]]:
     """(micro-batch, checkpointing, offload), the fastest first.
 
-    The anchor is touched once a pass and the evaluated params once an evaluation, so both go to the host
+    The anchor is touched once a pass and the evaluated params a few times an evaluation: both go to the host
     before a third more computing is paid for activations; moments go last, they cross the bus in every step.
     """
     offloads: tuple[Offload, ...] = ("none",)

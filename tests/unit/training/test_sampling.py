@@ -44,7 +44,8 @@ def loop_of(spec: RunSpec, params: Any) -> InnerLoop:
 
 def write_all(loop: InnerLoop, spec: RunSpec, clock: Any = lambda: 0.0) -> tuple[list[list[int]], int]:
     writes = Continuations(spec, Raw(), loop, clock)
-    turns = next(n for n in range(1, 100) if writes.turn())
+    with loop.under_evaluation():
+        turns = next(n for n in range(1, 100) if writes.turn(clock() + limits.evaluation_slice_s))
     return [[int(t) for t in text.split()] for text in writes.texts()], turns
 
 
@@ -123,12 +124,13 @@ def test_positions_are_bounded_by_the_sequence(tiny: TinyModelRun) -> None:
     def seen(*args: Any, **kwargs: Any) -> Any:
         nonlocal longest
         out = forward(*args, **kwargs)
-        longest = max(longest, writes._cache.get_seq_length())
+        longest = max(longest, loop._cache.get_seq_length())
         return out
 
     loop._model.forward = seen
     writes = Continuations(spec, Raw(), loop, lambda: 0.0)
-    assert any(writes.turn() for _ in range(9))
+    with loop.under_evaluation():
+        assert writes.turn(1.0)
     written = writes.texts()[0].split()
     assert longest <= seq_len
     assert 0 < len(written) < seq_len
@@ -140,8 +142,10 @@ def test_texts_are_bounded_and_can_be_sent(tiny: TinyModelRun) -> None:
             return "\ud800" + "𝄞" * 2000
 
     spec = spec_of(tiny.spec)
-    writes = Continuations(spec, Wide(), loop_of(spec, tiny.params), lambda: 0.0)
-    assert any(writes.turn() for _ in range(100))
+    loop = loop_of(spec, tiny.params)
+    writes = Continuations(spec, Wide(), loop, lambda: 0.0)
+    with loop.under_evaluation():
+        assert writes.turn(1.0)
     for text in writes.texts():
         assert len(text) == limits.sample_chars_max
         assert len(text.encode()) <= limits.string_bytes_max
