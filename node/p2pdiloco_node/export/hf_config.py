@@ -1,7 +1,7 @@
 """Writes out a config: `python -m p2pdiloco_node.export.hf_config`, a process with transformers.
 
-An Outline in on stdin, its config with every default of its class on stdout. The model is built without memory
-and must have the RunSpec's tensors; nothing is fetched.
+An Outline in on stdin, its config with every default of its class on stdout. The model is built without
+memory and must have the RunSpec's tensors; nothing is fetched.
 """
 
 from __future__ import annotations

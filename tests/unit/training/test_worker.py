@@ -377,7 +377,7 @@ def test_slices_take_about_as_long_as_they_may(bench: Bench) -> None:
 def test_most_of_an_evaluation_is_computing_however_long_moving_params_takes(
     tiny: TinyModelRun, move_s: float
 ) -> None:
-    """On a small machine params of a gigabyte take a second to move: it must not be moved for each sequence."""
+    """On a small machine a gigabyte takes a second to move: never once for each sequence."""
     bench = Bench(tiny, spec=with_sets(tiny), evaluations=(str(tiny.evaluation), str(tiny.shards[1])))
     bench.adopt(tiny.params)
     loop = bench.worker.loop
