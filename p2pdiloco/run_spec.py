@@ -228,7 +228,7 @@ class RunSpec(Struct, frozen=True):
     target_version: Versions  # 0: none
     eval_every: SomeVersions
     nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]  # two runs alike have two RunIds
-    evaluators_max: Annotated[int, Meta(ge=1, le=3)] = 3  # training voters that evaluate a version
+    evaluators_max: Annotated[int, Meta(ge=1, le=3)] = 3  # nodes that evaluate a version
     samples: SampleSpec = SampleSpec()
     origin: Annotated[str, Meta(max_length=120)] = ""  # of version 0: empty (initialised), or a folder's name
     parent: Parent | None = None
