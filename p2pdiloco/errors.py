@@ -3,6 +3,8 @@
 An `AssertionError` is our own fault: the process crashes and its supervisor restarts it.
 """
 
+from p2pdiloco.exit_codes import FILES
+
 
 class P2PDiLoCoError(Exception):
     """Something failed."""
@@ -27,10 +29,9 @@ class TransportError(P2PDiLoCoError):
 class OperatorError(P2PDiLoCoError):
     """The person at this machine can mend it: one sentence says how; no traceback.
 
-    `exit_code` is documented in docs/exit-codes.md: 2 usage, 3 configuration or files, 4 network,
-    5 run (wrong, over, another version), 6 resources (disk, memory, port).
+    `exit_code`: one of exit_codes.py, documented in docs/exit-codes.md.
     """
 
-    def __init__(self, message: str, exit_code: int = 3) -> None:
+    def __init__(self, message: str, exit_code: int = FILES) -> None:
         super().__init__(message)
         self.exit_code = exit_code

@@ -84,11 +84,18 @@ history_rows_max = 200_000  # rows of history kept by the tracker's database
 reports_per_peer_per_minute_max = 60  # a node reports every few seconds; more is noise
 
 # Readers without a key, and downloads
-log_readers_max = 2  # certified logs served at once: tens of megabytes each, for exports and forks
+log_readers_max = 8  # certified logs served at once: tens of megabytes each, for the owner, exports and forks
+log_readers_kept = 2  # of these: for addresses that the log knows
+log_readers_per_address_max = 1  # whoever reads slowly holds up nobody but the same household
 reads_per_address_per_s = 1.0  # logs and lists of snapshots; a reader asks for each once
 reads_per_address_burst = 16  # a household that exports at once
+log_retry_s = 1.0  # a log that did not come is asked for again; a node answers so often
+logs_read_at_once = 8  # by the owner's tool, of hosts that claim different states; a core checks two
+rules_kept_entries = 256  # 20 KiB each: a reader of a log keeps every such state and makes those between
 log_fetched_bytes_max = 2048 * MIB  # a log of 100,000 entries of 20 KiB; more is no log
-downloads_max = 2  # files of checkpoints served at once: the tracker's line is for the swarm first
+downloads_max = 6  # files of checkpoints served at once: the tracker's line is for the swarm first
+downloads_kept = 2  # of these: for addresses that the log knows
+downloads_per_address_max = 2  # weights, and a small file beside them
 downloads_per_address_per_s = 1.0  # begun; the files of one checkpoint are seven
 downloads_per_address_burst = 30  # and downloaders with several connections begin at once
 download_s_max = 4 * 3600.0  # of one file; who is slower goes on with a range
@@ -200,6 +207,7 @@ trainer_brake_s = 600.0  # first pause of the brake; doubles up to trainer_brake
 trainer_brake_s_max = 4 * 3600.0  # a machine that was mended overnight is tried again in the morning
 evaluation_tokens_max = 64 * KIB  # held-out tokens of one evaluation; of all single sources as many again
 evaluation_slice_s = 0.2  # an evaluation goes on for about so long between two inner steps
+evaluation_slice_moves = 4  # and for so many times as long as moving the params in and out takes
 evaluation_agrees_nats = 0.02  # what losses of one state differ by, between devices and their bf16
 sample_chars_max = 1000  # of one continuation: 256 tokens of four letters; fits string_bytes_max
 evaluations_waiting_max = 4  # asked for and not begun; the oldest gives way
@@ -268,13 +276,17 @@ run_versions_max = 2**40  # outer steps; one in a millisecond for thirty years
 inner_steps_max = 2**20  # of a pass; a day of twelve in a second
 sequences_per_step_max = 2**16  # of an inner step; each is a forward pass where memory is short
 sequence_tokens_max = 2**17  # of one sequence; longer contexts are trained in few places and never from home
-step_tokens_max = 2**26  # of an inner step: its batch is 8 bytes a token in memory; the largest known are 2**26
+step_tokens_max = (
+    2**26
+)  # of an inner step: its batch is 8 bytes a token in memory; the largest known are 2**26
 staleness_rounds_max = 64  # clocks_kept_max holds no more where a round has 16 versions
 sample_prompts_max = 4  # a page's column
 sample_prompt_chars_max = 400  # of one prompt; a paragraph
 sample_prompt_tokens_max = 4 * sample_prompt_chars_max  # a character has up to four bytes, a token each
 made_with_chars_max = 120  # releases of the libraries that made a run: names and numbers
-window_sequences_max = 2**23  # of the shards that a node reads at once: their order takes 40 bytes each in memory
+window_sequences_max = (
+    2**23
+)  # of the shards that a node reads at once: their order takes 40 bytes each in memory
 frame_bytes_max = frame_content_bytes_max + 64 * KIB  # what does not compress grows by less than that
 
 # A tokenizer.json, which may be a stranger's
@@ -282,4 +294,6 @@ tokenizer_parts_max = 16  # normalizers, pre-tokenizers or decoders in a sequenc
 tokenizer_nesting_max = 4  # of sequences in sequences; known ones have 2
 tokenizer_growth_max = 64  # times that text may grow in bytes before it is cut into tokens, or behind
 tokenizer_pattern_chars_max = 2000  # of a regular expression; the longest known has 400
+tokenizer_added_bytes_max = MIB  # of all added tokens; the largest known have 100 KiB
+tokenizer_pieces_bytes_max = 8 * MIB  # of all tokens of a Unigram model; the largest known have 3 MiB
 token_text_bytes_max = 2048  # of one token as the file has it; the longest known have 512

@@ -5,6 +5,7 @@ Its digest is the RunId, so a tracker cannot swap the run. Local taste (limits, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -14,30 +15,37 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.ids import Digest, RunId, merkle_root, tagged_digest
 from p2pdiloco.wire.codec import Struct, decode, encode
-from p2pdiloco.wire.log import Bytes32, Committee, Count
+from p2pdiloco.wire.log import Bytes32, Committee
 from p2pdiloco.wire.signing import Signer, Verify
 
 FORMAT = 2
+TOKEN_WIDTHS = (1, 2, 4)  # bytes
 MATH_VERSION = 1  # changes whenever decode, merge or outer step could give other bits
 
-Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Release = Annotated[int, Meta(ge=1, le=2**16)]  # of a format
+Tokens = Annotated[int, Meta(ge=0, le=limits.run_tokens_max)]
+Versions = Annotated[int, Meta(ge=0, le=limits.run_versions_max)]
+SomeVersions = Annotated[int, Meta(ge=1, le=limits.run_versions_max)]
+TokenId = Annotated[int, Meta(ge=0, lt=limits.tokenizer_ids_max)]
+Prompt = Annotated[str, Meta(max_length=limits.sample_prompt_chars_max)]
+Encoded = Annotated[tuple[TokenId, ...], Meta(max_length=limits.sample_prompt_tokens_max)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class BlobRef(Struct, frozen=True):
-    """A blob by name and size. `tokens` for shards, of `DataSpec.token_bytes` bytes each when opened."""
+    """A frame by name and size. `tokens` for shards, of `DataSpec.token_bytes` bytes each when opened."""
 
     digest: Bytes32
-    size: Annotated[int, Meta(ge=1, le=limits.blob_bytes_max)]
-    tokens: Count
+    size: Annotated[int, Meta(ge=1, le=limits.frame_bytes_max)]
+    tokens: Annotated[int, Meta(ge=0, le=limits.frame_content_bytes_max)]
 
 
 class TensorSpec(Struct, frozen=True):
     """One tensor of the model, in the order in which params are flattened."""
 
     name: Annotated[str, Meta(max_length=256)]
-    shape: Annotated[tuple[Positive, ...], Meta(max_length=8)]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1, le=limits.model_params_max)], ...], Meta(max_length=8)]
 
     @property
     def size(self) -> int:
@@ -57,9 +65,11 @@ class ModelSpec(Struct, frozen=True):
     family: Annotated[str, Meta(pattern="^[a-z0-9_]{1,32}$")]  # transformers' model_type
     preset: Annotated[str, Meta(max_length=64)]  # for people: llama:20m, or a file's name
     config: Annotated[bytes, Meta(max_length=limits.model_config_bytes_max)]
-    vocab_size: Positive
-    seq_len: Positive  # tokens of a training sequence
+    vocab_size: Annotated[int, Meta(ge=1, le=limits.model_config_int_max)]
+    seq_len: Annotated[int, Meta(ge=1, le=limits.sequence_tokens_max)]  # tokens of a training sequence
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=limits.array_items_max)]
+    made_with: Annotated[str, Meta(max_length=limits.made_with_chars_max, pattern="^[a-z0-9., +_-]*$")] = ""
+    # ^ for people: releases of the libraries whose config class and tokenizer these are
 
     @property
     def params(self) -> int:
@@ -71,8 +81,8 @@ class TokenizerSpec(Struct, frozen=True):
     """How text became tokens: bytes as they are, or a tokenizer.json by digest."""
 
     kind: Annotated[str, Meta(pattern="^(bytes|json)$")]
-    vocab_size: Positive
-    end_token: Count  # stands behind each document
+    vocab_size: Annotated[int, Meta(ge=1, le=limits.tokenizer_ids_max)]
+    end_token: TokenId  # stands behind each document
     pieces: Annotated[tuple[BlobRef, ...], Meta(max_length=8)] = ()
     # ^ tokenizer.json cut into frames of at most `frame_content_bytes_max`; `tokens` are a frame's bytes
 
@@ -85,7 +95,7 @@ class EvaluationSet(Struct, frozen=True):
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.name_chars_max)]
     shard: BlobRef
-    text_bytes: Positive
+    text_bytes: Annotated[int, Meta(ge=1, le=limits.corpus_bytes_max)]
 
 
 class DataSpec(Struct, frozen=True):
@@ -115,13 +125,15 @@ class DataSpec(Struct, frozen=True):
 class InnerSpec(Struct, frozen=True):
     """Inner loop (algorithm.md 2)."""
 
-    inner_steps: Positive  # H
+    inner_steps: Annotated[int, Meta(ge=1, le=limits.inner_steps_max)]  # H
     pass_s: Seconds
-    sequences_per_step: Positive  # batch of one inner step, in sequences of model.seq_len tokens
+    sequences_per_step: Annotated[int, Meta(ge=1, le=limits.sequences_per_step_max)]
+    # ^ batch of one inner step, in sequences of model.seq_len tokens
     lr: Annotated[float, Meta(gt=0, le=1)]
     lr_min_share: Fraction  # of lr, at target_tokens
-    warmup_tokens: Count  # on the run's token clock
-    moments_warmup_steps: Count  # after joining or a long absence
+    warmup_tokens: Tokens  # on the run's token clock
+    moments_warmup_steps: Annotated[int, Meta(ge=0, le=limits.inner_steps_max)]
+    # ^ after joining or a long absence
     beta1: Fraction
     beta2: Fraction
     weight_decay: Fraction
@@ -134,7 +146,7 @@ class OuterSpec(Struct, frozen=True):
     mu: Fraction = 0.5
     decay: Annotated[str, Meta(pattern="^(exponential|constant)$")] = "exponential"
     lambda_: Annotated[float, Meta(ge=0, le=10)] = 0.07
-    staleness_max: Positive = 16
+    staleness_max: Annotated[int, Meta(ge=1, le=limits.staleness_rounds_max)] = 16
     eta_alone: Annotated[float, Meta(gt=0, le=2)] = 0.5
     eta_eight: Annotated[float, Meta(gt=0, le=2)] = 0.65
     policy: Annotated[str, Meta(pattern="^quorum$")] = "quorum"
@@ -158,7 +170,7 @@ class CommitteeSpec(Struct, frozen=True):
 
     genesis: Committee
     size_max: Annotated[int, Meta(ge=1, le=7)] = 3
-    rotation: Positive = 8
+    rotation: SomeVersions = 8
     heartbeat_s: Seconds = 5.0
     timeout_s_min: Seconds = 15.0
     timeout_s_max: Seconds = 30.0
@@ -185,20 +197,22 @@ class Parent(Struct, frozen=True):
     """A fork: whose certified version this run's version 0 is."""
 
     run: Bytes32
-    version: Count
+    version: Versions
     params_root: Bytes32
 
 
 class SampleSpec(Struct, frozen=True):
     """Continuations that evaluators write, greedily, for people to read."""
 
-    prompts: Annotated[tuple[Annotated[str, Meta(max_length=400)], ...], Meta(max_length=4)] = ()
+    prompts: Annotated[tuple[Prompt, ...], Meta(max_length=limits.sample_prompts_max)] = ()
     tokens: Annotated[int, Meta(ge=1, le=256)] = 48  # of each continuation
+    encoded: Annotated[tuple[Encoded, ...], Meta(max_length=limits.sample_prompts_max)] = ()
+    # ^ the prompts' tokens, made with the run: no node runs the tokenizer of a stranger over text
 
 
 class RunSpec(Struct, frozen=True):
-    format: Positive
-    math_version: Positive
+    format: Release
+    math_version: Release
     name: Annotated[str, Meta(min_length=1, max_length=limits.name_chars_max)]
     owner_key: Bytes32
     model: ModelSpec
@@ -208,13 +222,13 @@ class RunSpec(Struct, frozen=True):
     committee: CommitteeSpec
     genesis: Genesis
     admission: Annotated[str, Meta(pattern="^(local|open)$")]
-    trust_tokens: Count  # open runs: trusted after so many accepted tokens
-    bootstrap_tokens: Count  # open runs: everybody is trusted until the clock reaches this
-    target_tokens: Positive
-    target_version: Count  # 0: none
-    eval_every: Positive  # versions
+    trust_tokens: Tokens  # open runs: trusted after so many accepted tokens
+    bootstrap_tokens: Tokens  # open runs: everybody is trusted until the clock reaches this
+    target_tokens: Annotated[int, Meta(ge=1, le=limits.run_tokens_max)]
+    target_version: Versions  # 0: none
+    eval_every: SomeVersions
     nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]  # two runs alike have two RunIds
-    evaluators_max: Annotated[int, Meta(ge=1, le=3)] = 3  # training voters that evaluate a version
+    evaluators_max: Annotated[int, Meta(ge=1, le=3)] = 3  # nodes that evaluate a version
     samples: SampleSpec = SampleSpec()
     origin: Annotated[str, Meta(max_length=120)] = ""  # of version 0: empty (initialised), or a folder's name
     parent: Parent | None = None
@@ -224,11 +238,44 @@ class RunSpec(Struct, frozen=True):
         return self.inner.sequences_per_step * self.model.seq_len
 
 
+def contradictions(spec: RunSpec) -> Iterator[str]:
+    """What no single field shows and no node may be made to try; a sentence each."""
+    data, words = spec.data, spec.data.tokenizer
+    if spec.model.params > limits.model_params_max:
+        yield f"the model has {spec.model.params:,} parameters; {limits.model_params_max:,} are the most."
+    if spec.tokens_per_inner_step > limits.step_tokens_max:
+        yield (
+            f"an inner step has {spec.tokens_per_inner_step:,} tokens; {limits.step_tokens_max:,} are the "
+            "most: fewer or shorter sequences."
+        )
+    if data.token_bytes not in TOKEN_WIDTHS:
+        yield f"tokens have {data.token_bytes} bytes each instead of 1, 2 or 4."
+    longest = max(ref.tokens for ref in (*data.shards, *(held.shard for held in data.evaluations)))
+    if longest * data.token_bytes > limits.frame_content_bytes_max:
+        yield (
+            f"a shard has {longest:,} tokens of {data.token_bytes} bytes; "
+            f"{limits.frame_content_bytes_max:,} bytes are the most."
+        )
+    window = data.window_shards * (longest // spec.model.seq_len)
+    if window > limits.window_sequences_max:
+        yield (
+            f"{data.window_shards} shards read at once have {window:,} sequences; "
+            f"{limits.window_sequences_max:,} are the most: longer sequences, or fewer shards."
+        )
+    if words.end_token >= words.vocab_size:
+        yield f"documents end with token {words.end_token}, and the tokenizer has {words.vocab_size:,}."
+    samples, known = spec.samples, min(words.vocab_size, spec.model.vocab_size)
+    if len(samples.encoded) != len(samples.prompts):
+        yield f"there are {len(samples.prompts)} prompts, and tokens of {len(samples.encoded)}."
+    if any(token >= known for prompt in samples.encoded for token in prompt):
+        yield f"a prompt has a token that is none of the {known:,}."
+
+
 class Heading(msgspec.Struct, frozen=True, array_like=True):
     """The fields with which a RunSpec of any format begins; what follows them is left alone."""
 
-    format: Positive
-    math_version: Positive
+    format: Annotated[int, Meta(ge=1)]
+    math_version: Annotated[int, Meta(ge=1)]
     name: Annotated[str, Meta(min_length=1, max_length=limits.name_chars_max)]
     owner_key: Bytes32
 
@@ -260,7 +307,8 @@ def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None)
     """Open an untrusted signed RunSpec.
 
     Raises:
-        PeerError: MALFORMED, WRONG_RUN if its digest is not `expected`, BAD_SIGNATURE.
+        PeerError: MALFORMED (contradictions are that, too), WRONG_RUN if its digest is not `expected`,
+            BAD_SIGNATURE.
         OperatorError: the run needs another version of this program.
     """
     signed = decode(data, SignedRunSpec, bytes_max=limits.run_spec_bytes_max + 1024)
@@ -284,4 +332,7 @@ def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None)
         if error.reason == "BAD_SIGNATURE":
             raise
         raise PeerError("MALFORMED", f"RunSpec: {error}") from None
+    fault = next(contradictions(spec), None)
+    if fault is not None:
+        raise PeerError("MALFORMED", f"RunSpec: {fault}")
     return run, spec

@@ -17,8 +17,10 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
+from p2pdiloco.ids import Digest
 from p2pdiloco.status.read_model import Checkpoint, CheckpointFile
-from p2pdiloco_node.export.hf_folder import Content, write_folder
+from p2pdiloco_node.export.hf_folder import FACTS, Content, write_folder
 from p2pdiloco_node.export.sources import room_needed
 from p2pdiloco_node.export.weights import Chunk, Written, write_file
 from p2pdiloco_node.storage.files import Files, guarded, make_folder
@@ -38,6 +40,19 @@ class Job:
     content: Content
     chunks: Callable[[], Iterator[Chunk]]
     when_unix: float
+
+
+class _Made(msgspec.Struct):
+    """Which entry of the log made it."""
+
+    index: int
+    head: str  # hex
+
+
+class _Facts(msgspec.Struct):
+    """What is read of p2pdiloco.json."""
+
+    log: _Made
 
 
 class _Stopped(OperatorError):
@@ -69,12 +84,16 @@ class CheckpointShelf:
         """Give up what is being made."""
         self._stop.set()
 
-    def load(self) -> None:
-        """What earlier lives left here. Raises: OperatorError."""
+    def load(self, of_log: Callable[[int, Digest], bool]) -> None:
+        """What earlier lives left here. Raises: OperatorError.
+
+        `of_log(index, head)`: whether that entry is in the log. What a recovery dropped is not: a life that
+        ended in the middle of one has left it here.
+        """
         make_folder(self._files, self._folder)
         found = []
         for folder in sorted(guarded(lambda: list(self._folder.iterdir()), self._folder)):
-            checkpoint = _listed(folder)
+            checkpoint = _listed(folder, of_log)
             if checkpoint is None:
                 shutil.rmtree(folder, ignore_errors=True)
             else:
@@ -82,7 +101,8 @@ class CheckpointShelf:
         self._offer(sorted(found, key=lambda c: c.version))
 
     def make(self, job: Job) -> Checkpoint:
-        """Make it and offer it; the oldest go. Raises: OperatorError; what was offered before still is."""
+        """Make it and offer it; then the oldest go. Raises: OperatorError; what was offered before still is,
+        unless the disk had no room for one more beside it."""
         origin = job.content.origin
         needed = room_needed(origin.spec, VALUE_BYTES, fetched=False)
         if needed > limits.checkpoint_store_bytes_max:
@@ -90,11 +110,13 @@ class CheckpointShelf:
                 f"a checkpoint of {needed / 1e9:,.0f} GB is more than a tracker may offer "
                 f"({limits.checkpoint_store_bytes_max / 1e9:,.0f} GB): leave them out with --checkpoints 0."
             )
-        self._make_room(needed)
         making = self._folder / MAKING
         shutil.rmtree(making, ignore_errors=True)
         make_folder(self._files, making)
+        # Somebody may have tidied up here while the tracker runs.
+        self._offer([c for c in self._offered if (self._folder / f"v{c.version}" / LISTED).is_file()])
         try:
+            self._make_room(needed)
             written = write_folder(self._files, making, job.content, job.chunks, self._told).files
             checkpoint = _as_shown(origin.version, job.when_unix, written)
             write_file(self._files, making / LISTED, msgspec.json.encode(checkpoint))
@@ -119,20 +141,30 @@ class CheckpointShelf:
             raise _Stopped("the tracker ends")
 
     def _make_room(self, needed: int) -> None:
-        """Raises: OperatorError: the disk is too full, whatever goes."""
-        while self._offered and self._is_full(needed):
-            self._drop(self._offered[0])
-        free = shutil.disk_usage(self._folder).free
-        if free < needed:
+        """The oldest go before the new one is there only where both have no room beside each other.
+
+        Raises: OperatorError: the disk is too full, whatever goes.
+        """
+        free = self._free()
+        if needed > free + self._here:
             raise OperatorError(
                 f"it needs {needed / 1e6:,.0f} MB in {self._folder}, and {free / 1e6:,.0f} MB are free: make "
                 "room there, or leave checkpoints out with --checkpoints 0.",
-                exit_code=6,
+                RESOURCES,
             )
+        while self._offered and not self._fits(needed):
+            self._drop(self._offered[0])
 
-    def _is_full(self, needed: int) -> bool:
-        here = sum(checkpoint.bytes for checkpoint in self._offered)
-        return len(self._offered) >= self._kept or here + needed > limits.checkpoint_store_bytes_max
+    @property
+    def _here(self) -> int:
+        """Bytes of all that are offered."""
+        return sum(checkpoint.bytes for checkpoint in self._offered)
+
+    def _fits(self, needed: int) -> bool:
+        return self._here + needed <= limits.checkpoint_store_bytes_max and needed <= self._free()
+
+    def _free(self) -> int:
+        return guarded(lambda: shutil.disk_usage(self._folder).free, self._folder)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         """No longer offered, then gone; a download that has begun keeps its file."""
@@ -169,17 +201,21 @@ def _as_shown(version: int, when_unix: float, written: tuple[Written, ...]) -> C
     )  # fmt: skip
 
 
-def _listed(folder: Path) -> Checkpoint | None:
-    """What a folder's list says, if it and every file are there; None for anything else."""
+def _listed(folder: Path, of_log: Callable[[int, Digest], bool]) -> Checkpoint | None:
+    """What a folder's list says, if it and every file are there and it is of this log; None else."""
+    why = "is unfinished or damaged"
     try:
         checkpoint = msgspec.json.decode((folder / LISTED).read_bytes(), type=Checkpoint)
         whole = folder.name == f"v{checkpoint.version}" and all(
             "/" not in file.name and (folder / file.name).stat().st_size == file.bytes
             for file in checkpoint.files
         )
+        made = msgspec.json.decode((folder / FACTS).read_bytes(), type=_Facts).log
+        if whole and not of_log(made.index, Digest(bytes.fromhex(made.head))):
+            whole, why = False, "is of a version that the log has not, or not any more"
     except (OSError, msgspec.MsgspecError, ValueError):
         whole = False
     if not whole:
-        log.warning("the checkpoint in %s is unfinished or damaged and is removed", folder)
+        log.warning("the checkpoint in %s %s; it is removed", folder, why)
         return None
     return checkpoint

@@ -95,10 +95,6 @@ class Watcher(Protocol):
     """Whoever shows to people what happens here: log, status, page."""
 
     def installed(self, action: do.InstallEntry) -> None: ...
-    def cut(self, index: int) -> None:
-        """The entries after `index` are gone; others take their places."""
-        ...
-
     def say(self, kind: str, text: str) -> None: ...
     def run_ended(self, version: int) -> None: ...
 
@@ -214,7 +210,6 @@ class Driver:
                 # finds a state of what was cut off.
                 await self._in(self._state, self._ports.keeper.cut, action.index)
                 await self._in(self._saves, self._ports.journal.cut, action.index)
-                self._ports.watcher.cut(action.index)
             elif isinstance(action, do.Send):
                 await self._ports.transport.send(action.peer, action.message)
             else:

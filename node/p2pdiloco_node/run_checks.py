@@ -6,7 +6,6 @@ traffic are here as well, for `run inspect`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,13 +15,13 @@ import msgspec
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.rules.delta_layout import encoded_size, is_raw, is_sparse
-from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
+from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, contradictions
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco_node.config import USAGE, nearest
+from p2pdiloco_node.training.families import POSITIONS, open_config
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.memory_plan import MemoryPlan, amount, plan_memory
 
-POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")  # as families call them
 LATE_SHARE = 0.25  # of a pass: who needs longer for a delivery is told so at join (protocol.md 5)
 BEATS_MIN = 2  # heartbeats in the shortest timeout: one may be lost
 
@@ -85,6 +84,7 @@ def check_run(spec: RunSpec, declared: Declared) -> list[str]:
     """Everything; sentences that only warn. Raises: OperatorError with every sentence that refuses."""
     step = spec.tokens_per_inner_step
     refused = [
+        *contradictions(spec),
         *_timings(spec.committee),
         *_loops(spec.inner, spec.outer),
         *_targets(spec.inner, spec.target_tokens, spec.target_version, step),
@@ -178,11 +178,8 @@ def _model(model: ModelSpec, outer: OuterSpec) -> Iterator[str]:
 
 
 def _positions(model: ModelSpec) -> int | None:
-    """How long a text the config allows; None where it does not say."""
-    try:
-        config = json.loads(model.config)
-    except ValueError:
-        return None
+    """How long a text the config allows; None where it does not say. Raises: ModelRefused."""
+    config = open_config(model.family, model.config)
     found = (config.get(key) for key in POSITIONS)
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 

@@ -46,7 +46,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "inner": _fields(InnerSpec),
     "outer": _fields(OuterSpec),
     "committee": _fields(CommitteeSpec, without="genesis"),
-    "samples": _fields(SampleSpec),
+    "samples": _fields(SampleSpec, without="encoded"),
 }
 TOKENS = ("tokens", "trust_tokens", "bootstrap_tokens")  # numbers of them may be written like 20M
 

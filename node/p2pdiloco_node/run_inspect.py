@@ -4,24 +4,20 @@ needs for it in traffic and memory."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from p2pdiloco import limits
-from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.ids import Digest, PeerId, RunId, merkle_root, peer_id_of, short
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.delta_layout import encoded_size
 from p2pdiloco.rules.state import RulesState
-from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.log import OwnerEntry
-from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.run_checks import Declared, memory, traffic
 from p2pdiloco_node.training.memory_plan import amount, in_words
 
-SPEC = "spec.bin"
 Row = tuple[str, str]
 
 
@@ -36,23 +32,6 @@ class Now(NamedTuple):
 class Section(NamedTuple):
     title: str
     rows: Sequence[Row]
-
-
-def spec_in(path: Path) -> tuple[RunId, RunSpec] | None:
-    """The RunSpec in a file, or in a folder that holds one; None where there is none.
-
-    Raises: OperatorError: it is damaged, or of another version.
-    """
-    places = [path] if path.is_file() else [path / SPEC, path / "run" / SPEC]
-    places += sorted(path.glob(f"runs/*/{SPEC}")) if path.is_dir() else []
-    for place in places:
-        try:
-            return open_run_spec(place.read_bytes(), verify_ed25519)
-        except FileNotFoundError:
-            continue
-        except (OSError, PeerError) as error:
-            raise OperatorError(f"The RunSpec {place} cannot be read: {error}.") from None
-    return None
 
 
 def sections(

@@ -44,7 +44,7 @@ from p2pdiloco.wire.log import Committee
 from p2pdiloco_node.corpus import making
 from p2pdiloco_node.corpus.making import Request, make_data
 from p2pdiloco_node.corpus.progress import Quiet, Told
-from p2pdiloco_node.corpus.tokenizer import BYTES
+from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.run_checks import Declared, check_parts, check_run, check_types, replaced
@@ -58,7 +58,6 @@ from p2pdiloco_node.training.version_0 import make_version_0
 SPEC_FILE = "spec.bin"
 BLOBS = making.BLOBS
 WITNESS_KEY = "witness.key"
-VERSIONS_MAX = 2**53
 
 
 class Draft(NamedTuple):
@@ -121,8 +120,8 @@ async def create_run(
         raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=2)
     if admission not in {"local", "open"}:
         raise OperatorError(f"admission is local or open, not {admission!r}.", exit_code=2)
-    if not 0 <= target_version <= VERSIONS_MAX:
-        raise OperatorError(f"--outer-steps is 0 to {VERSIONS_MAX}.", exit_code=2)
+    if not 0 <= target_version <= limits.run_versions_max:
+        raise OperatorError(f"--outer-steps is 0 to {limits.run_versions_max}.", exit_code=2)
     choice = choose_model(model, seq_len=seq_len)
     inner_loop = replaced(choice.inner_spec(target_tokens), inner or {}, "inner")
     if "warmup_tokens" not in (inner or {}):
@@ -133,6 +132,7 @@ async def create_run(
     outer_step = replaced(OuterSpec(), outer, "outer")
     seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
     step_tokens = choice.seq_len * inner_loop.sequences_per_step
+    asked = replaced(SampleSpec(), samples or {}, "samples")
     check_parts(inner_loop, outer_step, seats, target_tokens, target_version, step_tokens)
     _check_folder(out)
     words = tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
@@ -157,6 +157,15 @@ async def create_run(
         told.say(note)
     if window_shards is not None:
         shards = replaced(shards, {"window_shards": window_shards}, "data")
+    asked = msgspec.structs.replace(
+        asked,
+        encoded=await asyncio.to_thread(
+            encode_prompts,
+            shards.tokenizer,
+            lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+            asked.prompts,
+        ),
+    )
     of_a_pass = inner_loop.inner_steps * step_tokens
     spec = RunSpec(
         format=FORMAT,
@@ -177,7 +186,7 @@ async def create_run(
         target_version=target_version,
         eval_every=eval_every,
         nonce=secrets.token_bytes(16),
-        samples=replaced(SampleSpec(), samples or {}, "samples"),
+        samples=asked,
         origin="" if choice.from_scratch else choice.name,
     )
     spec = replaced(spec, run or {}, "run")

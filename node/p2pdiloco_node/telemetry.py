@@ -159,7 +159,6 @@ class Telemetry:
         self._lacks = ""  # data that nobody has, while training goes on
         self._said: deque[Said] = deque(maxlen=EVENTS_KEPT)
         self.on_installed: Callable[[InstallEntry], None] | None = None
-        self.on_cut: Callable[[int], None] | None = None
         self.on_said: Callable[[str, str], None] | None = None
         self.on_over: Callable[[int], None] | None = None
 
@@ -184,10 +183,6 @@ class Telemetry:
             )  # fmt: skip
         if self.on_installed is not None:
             self.on_installed(action)
-
-    def cut(self, index: int) -> None:
-        if self.on_cut is not None:
-            self.on_cut(index)
 
     def say(self, kind: str, text: str) -> None:
         log.info("%s: %s", kind, text)

@@ -26,22 +26,21 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.ids import Digest, RunId
 from p2pdiloco.protocol import events as fact
-from p2pdiloco.protocol.actions import InstallEntry
+from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.protocol.tracker import Directory
-from p2pdiloco.rules.state import genesis_state, rules_digest
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.status import LOOPBACK, RunStatus, StatusBuilder, join_hint
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import ANYBODY, Opened, open_envelope
-from p2pdiloco.wire.log import OuterStep, state_root
 from p2pdiloco.wire.messages import PASSED_ON, Announce, DeltaHeader, EvalReport, Goodbye, NodeReport
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
-from p2pdiloco_node.checkpoint_maker import CheckpointMaker, heard_of, listing
+from p2pdiloco_node.checkpoint_maker import CheckpointMaker, Seen, heard_of, listing
 from p2pdiloco_node.checkpoint_shelf import CheckpointShelf
 from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
 from p2pdiloco_node.hosts import reachable_hosts
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
+from p2pdiloco_node.page_feed import PageFeed
 from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.run_new import BLOBS, SPEC_FILE, WITNESS_KEY
@@ -62,6 +61,7 @@ log = logging.getLogger("p2pdiloco.tracker")
 WITNESS = "witness"  # folder of the witness's own state in the run's DIR
 HISTORY = "history.sqlite"
 CHECKPOINTS = "checkpoints"
+SLICE_S = 0.02  # of replaying the log at a time
 FEED_S = 1.0  # the page's builder sees the directory so often; the database is written then too
 
 
@@ -114,12 +114,7 @@ class Tracker:
         self._wanted = Wanted(config.tensorboard, config.wandb)
         self._wanted.check()
         self._stack = AsyncExitStack()
-        # version -> certified state roots: entries that change no version change the rules state
-        self._roots: dict[int, set[bytes]] = {}
-        self._losses: dict[bytes, float] = {}  # delta -> mean loss of its pass, from its header
-        self._version = 0  # of the newest entry that the builder has seen
-        self._fed = 0  # entries that the builder has seen
-        self._cut_to: int | None = None  # the builder has seen entries after this one that are gone
+        self._started_unix = time.time()
 
     async def __aenter__(self) -> Self:
         """Raises: OperatorError."""
@@ -172,14 +167,18 @@ class Tracker:
         page = StatusPage(self._status, address_of=remote_ip)
         self._shelf = CheckpointShelf(self._dir / CHECKPOINTS, self.config.checkpoints)
         downloads = Downloads(
-            self._shelf.find, lambda: listing(self._run, self._shelf, self.builder), Traffic(), local=local
-        )
+            self._shelf.find, lambda: listing(self._run, self._shelf, self.builder), Traffic(), local=local,
+            known=self._known_address,
+        )  # fmt: skip
         routes = [web.post("/v1/announce", self._announce), *page.routes(), *downloads.routes()]
         self.participant = participant = Participant(setting, self.telemetry, routes=routes)
         participant.takes_message = self._takes_message
         self._maker = CheckpointMaker(
-            participant,
+            self._run,
+            self._spec,
             self._shelf,
+            seen=self._seen,
+            read=lambda digest: participant.blobs.read(digest),  # noqa: PLW0108 - opened later
             heard=lambda version: heard_of(self.builder, version),
             say=self.telemetry.say,
         )
@@ -189,14 +188,16 @@ class Tracker:
         self._tracking = await self._stack.enter_async_context(
             Tracking(self._wanted, about, say=self.telemetry.say)
         )
-        # The builder may be another one later.
         self._tracked = OfRun(self._spec, lambda version: self.builder.tokens_at(version))  # noqa: PLW0108
-        self._db = await self._stack.enter_async_context(TrackerDb(self._dir / HISTORY, self._run))
+        db = await self._stack.enter_async_context(TrackerDb(self._dir / HISTORY, self._run))
         note_address(self._stack, data.root, participant.listener, self._listen.host)
         url = self._url()
         # The folder's name alone: where it lies on this machine is nobody else's business.
         self._join = join_hint(self._run, url, local=local, folder=shlex.quote(self._dir.absolute().name))
-        self.builder = await self._new_builder(time.time())
+        self.page = PageFeed(
+            self._spec, db, log=self._log, new_builder=self._new_builder, entry=self._maker.entry,
+            went_back=self._maker.went_back, say=self.telemetry.say,
+        )  # fmt: skip
         participant.own_record = participant.peer_record("witness", await self._public_addresses())
         self._print_addresses(url)
         if not local and not any(is_dialable(h) for h in participant.own_record.hosts):
@@ -206,23 +207,22 @@ class Tracker:
                 flush=True,
             )
 
-    def _bare_builder(self, started_unix: float) -> StatusBuilder:
+    @property
+    def builder(self) -> StatusBuilder:
+        """Another one after a recovery."""
+        return self.page.builder
+
+    def _new_builder(self) -> StatusBuilder:
         return StatusBuilder(
-            self._run, self._spec, join=self._join, build=__version__, started_unix=started_unix
+            self._run, self._spec, join=self._join, build=__version__, started_unix=self._started_unix
         )
 
-    async def _new_builder(self, started_unix: float) -> StatusBuilder:
-        """The page's history as the database has it; the log is fed to it from its beginning."""
-        builder = self._bare_builder(started_unix)
-        kept = await self._db.load()
-        builder.restore(
-            versions=kept.versions,
-            earned=kept.contributions,
-            evaluations=kept.evaluations,
-            samples=kept.samples,
-            events=kept.events,
-        )
-        return builder
+    def _known_address(self, address: str) -> bool:
+        return self.participant.server is not None and self.participant.server.known_address(address)
+
+    def _log(self) -> RunLog:
+        assert self.participant.node is not None, "begun"
+        return self.participant.node.log
 
     def _url(self) -> str:
         """Where nodes reach this tracker, as far as it can know."""
@@ -268,10 +268,9 @@ class Tracker:
         await participant.open_state()
         self.archive = Archive(participant.blobs, self.config.archive_bytes_max)
         await participant.begin(desk=None, keeps_delta=self.archive.keeps)
-        self._replay()
-        self.telemetry.on_installed = self._installed
+        await self.page.begin()
+        self.telemetry.on_installed = self.page.installed
         self.telemetry.on_said = self._said
-        self.telemetry.on_cut = self._cut
         self.builder.event("tracker", "the tracker started", when_unix=time.time())
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._feed()), group.create_task(self._leave_when_asked())]
@@ -333,7 +332,7 @@ class Tracker:
             elif type(message) not in PASSED_ON:  # anybody may have brought those
                 self.builder.heard(opened.sender, when_unix=time.time())
                 if isinstance(message, DeltaHeader):
-                    self._note_loss(message)
+                    self.page.note_loss(message)
         except PeerError as error:
             # A restarted tracker knows nobody before the next announce, and its witness may lag.
             if error.reason not in ("UNKNOWN_PEER", "TOO_EARLY"):
@@ -342,66 +341,18 @@ class Tracker:
 
     def _evaluation(self, opened: Opened, said: EvalReport) -> None:
         """Raises: PeerError."""
-        roots = self._roots.get(said.version, set())
-        root = said.state_root if said.state_root in roots else next(iter(roots), None)
+        root = self.page.root_of(said.version, said.state_root)
         report = self.directory.evaluation(opened, self._spec, root_of=lambda _version: root)
         self.builder.evaluated(opened.sender, report, when_unix=time.time())
 
-    def _note_loss(self, header: DeltaHeader) -> None:
-        self._losses[header.delta] = header.loss
-        while len(self._losses) > limits.peers_max:
-            del self._losses[next(iter(self._losses))]
+    def _seen(self) -> Seen:
+        """What the maker of checkpoints goes by."""
+        node, keeper = self.participant.node, self.participant.keeper
+        assert node is not None, "begun"
+        whole = keeper.index == node.index
+        return Seen(node.log, node.state.finished, keeper.params if whole else None, keeper.snapshots)
 
     # The page.
-
-    def _replay(self) -> None:
-        """Entries from before this life: the builder takes their times from the database."""
-        node = self.participant.node
-        assert node is not None, "begun"
-        genesis = self._spec.genesis
-        root = state_root(genesis.params_root, genesis.momentum_root, rules_digest(genesis_state(self._spec)))
-        self._roots[0] = {root}
-        for index in range(1, node.index + 1):
-            self._entry(index, None)
-
-    def _installed(self, action: InstallEntry) -> None:
-        for index in range(self._fed + 1, action.index + 1):
-            self._entry(index, time.time())
-
-    def _cut(self, index: int) -> None:
-        """The owner's recovery dropped the entries after `index`: the page forgets them within a second."""
-        node = self.participant.node
-        assert node is not None, "begun"
-        self._cut_to = index if self._cut_to is None else min(self._cut_to, index)
-        self._maker.went_back(node.log.version_at(index))
-
-    async def _go_back(self, index: int) -> None:
-        """A builder that never heard of what was dropped; its counts begin with the log."""
-        node = self.participant.node
-        assert node is not None, "begun"
-        await self._save()
-        try:
-            await self._db.forget_after(node.log.version_at(index))
-            builder = await self._new_builder(self.builder.started_unix)
-        except OperatorError as error:
-            self.telemetry.say("history", f"The page begins its history anew: {error}")
-            builder = self._bare_builder(self.builder.started_unix)
-        self.builder, self._fed, self._version = builder, 0, 0
-        self._roots.clear()
-        self._replay()
-
-    def _entry(self, index: int, when_unix: float | None) -> None:
-        node = self.participant.node
-        assert node is not None, "begun"
-        content = node.log.content(index)
-        if isinstance(content, OuterStep):
-            self._version = content.version
-        self._roots.setdefault(self._version, set()).add(content.state_root)
-        self.builder.entry_applied(node.log.entry(index), when_unix=when_unix, losses=self._losses)
-        self._fed = index
-        points = self.builder.history.points
-        made_unix = when_unix or (points[-1].when_unix if points else None) or time.time()
-        self._maker.entry(index, content, made_unix)
 
     def _said(self, kind: str, text: str) -> None:
         if kind != "elected":  # the builder says that itself, with the aggregator's name and why
@@ -414,9 +365,7 @@ class Tracker:
         """Directory and database, once a second."""
         while True:
             await asyncio.sleep(FEED_S)
-            if self._cut_to is not None:
-                index, self._cut_to = self._cut_to, None
-                await self._go_back(index)
+            await self.page.look()
             now = time.monotonic()
             self.directory.forget_old(now)
             self.builder.directory(self.directory.listed(now), when_unix=time.time())
@@ -427,17 +376,7 @@ class Tracker:
             await self._save()
 
     async def _save(self) -> None:
-        new = self.builder.take_unsaved()
-        try:
-            await self._db.save(
-                versions=new.versions,
-                contributions=new.credits,
-                evaluations=new.evaluations,
-                samples=new.samples,
-                events=new.events,
-            )
-        except OperatorError as error:
-            self.telemetry.say("history", f"The page's history is not saved: {error}")
+        new = await self.page.save()
         if self._tracking.is_on and (new.versions or new.evaluations):
             for point in self._tracked.points(new, self._status()):
                 self._tracking.add(point)

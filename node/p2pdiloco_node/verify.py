@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from p2pdiloco import limits
 from p2pdiloco.diloco.compress import decode as decode_delta
 from p2pdiloco.diloco.compress import origin_of
 from p2pdiloco.diloco.global_state import GlobalState, put_chunk, roots_of
@@ -28,7 +26,8 @@ from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
-from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import NO as FAILED
 from p2pdiloco.ids import Digest, RunId, digest_of, merkle_root, short
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.outer_step import check_outer_step
@@ -39,17 +38,15 @@ from p2pdiloco.rules.state import (
     rules_digest,
 )
 from p2pdiloco.run_spec import RunSpec, open_run_spec
-from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.envelope import verify_entry
 from p2pdiloco.wire.log import Content, Entry, OuterStep, state_root
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
-from p2pdiloco_node.ports import Array, Purpose
-from p2pdiloco_node.storage import journal
+from p2pdiloco_node.export.chain import entries_in
+from p2pdiloco_node.export.kept import Kept, blob_paths, has_blob, locate, offers, read_blob
+from p2pdiloco_node.ports import Array
 from p2pdiloco_node.storage.files import guarded
-from p2pdiloco_node.storage.state_files import KeptSnapshot
 
-FAILED = 1  # exit code: the run does not verify
 RELATIVE = 1e-3  # tolerance for declared figures, as for a re-proposal (algorithm.md 5)
 
 Watch = Callable[[str, int, int], None]  # what is done, how many of them are, and of how many
@@ -68,22 +65,12 @@ class Verified(NamedTuple):
     blobs: int  # named by the RunSpec, kept here and whole: shards, the evaluation shard, version 0
 
 
-class _Kept(NamedTuple):
-    """Where the parts of a kept run lie."""
-
-    spec: Path
-    log: Path
-    blobs: tuple[Path, ...]  # folders of blobs, in the store's layout or flat
-    snapshots: Path
-    whole: bool  # a run's own folder: what the RunSpec names has to be here
-
-
 def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
     """Replay the run in `folder`: a run's DIR, what `demo --keep` kept, or a node's data folder.
 
     Raises: OperatorError; exit code 1 and the index where the run does not verify, 3 where there is none.
     """
-    kept = _locate(folder)
+    kept = locate(folder)
     run, spec = _open_spec(kept.spec)
     blobs = _check_named_blobs(kept, spec, progress)
     entries = read_log(kept.log)
@@ -137,21 +124,6 @@ def _failed(index: int, why: str) -> OperatorError:
     return OperatorError(f"This run does not verify: entry {index}: {why}.", FAILED)
 
 
-def _locate(folder: Path) -> _Kept:
-    """A run's DIR (tracker), the folder around it (demo --keep), or a node's folder of the run."""
-    for base in (folder, folder / "run", *sorted(folder.glob("runs/*"))):
-        spec = base / "spec.bin"
-        own = base / "witness" if (base / "witness" / "journal").is_dir() else base
-        if spec.is_file() and (own / "journal" / "log").is_file():
-            stores = tuple(own / "blobs" / purpose for purpose in Purpose)
-            folders = (*stores, base / "blobs")
-            return _Kept(spec, own / "journal" / "log", folders, own / "snapshots", whole=own != base)
-    raise OperatorError(
-        f"There is no kept run in {folder}: name the folder that `p2pdiloco run new` made and the tracker "
-        "served, what `p2pdiloco demo --keep` kept, or a node's data folder.",
-    )
-
-
 def _open_spec(path: Path) -> tuple[RunId, RunSpec]:
     try:
         return open_run_spec(path.read_bytes(), verify_ed25519)
@@ -177,7 +149,7 @@ def _named_blobs(spec: RunSpec) -> dict[Digest, str]:
     }
 
 
-def _check_named_blobs(kept: _Kept, spec: RunSpec, progress: Watch | None) -> int:
+def _check_named_blobs(kept: Kept, spec: RunSpec, progress: Watch | None) -> int:
     """Read every copy of what the RunSpec names; how many blobs are here and whole.
 
     Raises: OperatorError (exit code 1): a copy is damaged; or one is missing in a run's own folder. A node
@@ -186,7 +158,7 @@ def _check_named_blobs(kept: _Kept, spec: RunSpec, progress: Watch | None) -> in
     named = _named_blobs(spec)
     found = 0
     for place, (digest, what) in enumerate(named.items(), start=1):
-        paths = list(_blob_paths(kept, digest))
+        paths = list(blob_paths(kept, digest))
         for path in paths:
             data = guarded(path.read_bytes, path)
             if digest_of(data) != digest:
@@ -196,7 +168,7 @@ def _check_named_blobs(kept: _Kept, spec: RunSpec, progress: Watch | None) -> in
                     "run.",
                     FAILED,
                 )
-        if not paths and kept.whole:
+        if not paths and kept.is_served:
             raise OperatorError(
                 f"This run does not verify: {what} is missing: {kept.blobs[-1] / digest.hex()} is not "
                 "there. Put the file back from a backup or another copy of the run.",
@@ -213,19 +185,15 @@ def read_log(path: Path) -> list[Entry]:
 
     Raises: OperatorError (exit code 1) with the index of the first damaged one.
     """
-    entries: list[Entry] = []
     with guarded(lambda: path.open("rb"), path) as file:
         size = path.stat().st_size
-        whole = len(journal.TAG) if file.read(len(journal.TAG)) == journal.TAG else 0
-        for payload in journal.frames_of(file.read) if whole else ():
-            try:
-                entries.append(decode(payload, Entry, bytes_max=limits.log_frame_bytes_max))
-            except PeerError as error:
-                raise _failed(len(entries) + 1, str(error)) from None
-            whole += journal.FRAME_HEAD_BYTES + len(payload)
-    if whole < size:
-        raise _failed(len(entries) + 1, f"the log is damaged at byte {whole} of {size}")
-    return entries
+        try:
+            found = entries_in(file.read, where=str(path))
+        except OperatorError as error:
+            raise OperatorError(f"This run does not verify: {error}", FAILED) from None
+    if found.bytes < size:
+        raise _failed(len(found.whole) + 1, f"the log is damaged at byte {found.bytes} of {size}")
+    return found.whole
 
 
 def _check_chain(run: RunId, spec: RunSpec, entries: Sequence[Entry]) -> RunLog:
@@ -252,11 +220,11 @@ def _rules_after_each(spec: RunSpec, contents: Sequence[Content]) -> list[RulesS
 
 
 def _starting_state(
-    kept: _Kept, spec: RunSpec, contents: Sequence[Content], rules: Sequence[RulesState]
+    kept: Kept, spec: RunSpec, contents: Sequence[Content], rules: Sequence[RulesState]
 ) -> tuple[int, GlobalState]:
     """(entries to skip, arrays there): version 0, or the oldest snapshot whose deltas are complete."""
     genesis = SnapshotOffer(0, spec.genesis.params, spec.genesis.momentum, b"")
-    for offer in chain([genesis], _snapshots(kept.snapshots)):
+    for offer in (genesis, *offers(kept)):
         if offer.index > len(contents) or not _deltas_complete(kept, contents[offer.index :]):
             continue
         state = _read_snapshot(kept, spec, offer)
@@ -274,37 +242,24 @@ def _starting_state(
     )
 
 
-def _snapshots(folder: Path) -> Iterator[SnapshotOffer]:
-    """Oldest first; a damaged list is passed over, the replay checks whatever it starts from."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        data = path.read_bytes()
-        try:
-            yield decode(data[32:], KeptSnapshot, bytes_max=2 * limits.message_bytes_max).offer
-        except PeerError:
-            continue
-
-
-def _deltas_complete(kept: _Kept, contents: Sequence[Content]) -> bool:
+def _deltas_complete(kept: Kept, contents: Sequence[Content]) -> bool:
     return all(
-        _blob_path(kept, Digest(c.delta)) is not None
+        has_blob(kept, Digest(c.delta))
         for content in contents
         if isinstance(content, OuterStep)
         for c in content.contributions
     )
 
 
-def _read_snapshot(kept: _Kept, spec: RunSpec, offer: SnapshotOffer) -> GlobalState | None:
-    """None where a chunk is missing. A chunk that is damaged counts as missing."""
+def _read_snapshot(kept: Kept, spec: RunSpec, offer: SnapshotOffer) -> GlobalState | None:
+    """None where a chunk is missing. A chunk without a whole copy counts as missing."""
     size = spec.model.params
     state = GlobalState(np.empty(size, np.float32), np.empty(size, np.float32))
     for array, chunks in ((state.params, offer.params), (state.momentum, offer.momentum)):
         for place, digest in enumerate(chunks):
-            data = _read_blob(kept, Digest(digest))
-            if data is None:
-                return None
             try:
-                put_chunk(array, place, data)
-            except PeerError:
+                put_chunk(array, place, read_blob(kept, Digest(digest)))
+            except (PeerError, TransportError):
                 return None
     whole = roots_of(state)
     listed = (
@@ -314,26 +269,10 @@ def _read_snapshot(kept: _Kept, spec: RunSpec, offer: SnapshotOffer) -> GlobalSt
     return state if (whole.params, whole.momentum) == listed else None
 
 
-def _blob_paths(kept: _Kept, digest: Digest) -> Iterator[Path]:
-    name = digest.hex()
-    places = (place for base in kept.blobs for place in (base / name[:2] / name, base / name))
-    return (place for place in places if place.is_file())
-
-
-def _blob_path(kept: _Kept, digest: Digest) -> Path | None:
-    return next(_blob_paths(kept, digest), None)
-
-
-def _read_blob(kept: _Kept, digest: Digest) -> bytes | None:
-    path = _blob_path(kept, digest)
-    data = path.read_bytes() if path is not None else b""
-    return data if digest_of(data) == digest else None
-
-
 class _Replay:
     """Computes each state again from the one before."""
 
-    def __init__(self, kept: _Kept, log: RunLog, spec: RunSpec, state: GlobalState) -> None:
+    def __init__(self, kept: Kept, log: RunLog, spec: RunSpec, state: GlobalState) -> None:
         self._kept = kept
         self._log = log
         self._spec = spec
@@ -359,9 +298,10 @@ class _Replay:
         norms: dict[Digest, float] = {}
 
         def load(digest: bytes, out: Array, /) -> None:
-            data = _read_blob(self._kept, Digest(digest))
-            if data is None:
-                raise PeerError("BAD_DIGEST", f"the delta {short(digest)} kept here is damaged")
+            try:
+                data = read_blob(self._kept, Digest(digest))
+            except TransportError:
+                raise PeerError("BAD_DIGEST", f"the delta {short(digest)} kept here is damaged") from None
             decode_delta(spec.outer.codec, data, spec.model.tensors, out)
             norms[Digest(digest)] = l2_norm(out)
             listed = next(c for c in step.contributions if c.delta == digest)

@@ -1,7 +1,8 @@
 """Who evaluates a certified state on the held-out tokens, and what of that counts.
 
-A loss on held-out tokens is a peer's word; nobody recomputes it. So the log chooses who may give it, nobody
-chooses itself, and where three are chosen one of them that lies moves nothing: the median is shown.
+A loss on held-out tokens is a peer's word; nobody recomputes it. So the log chooses who may give it, and
+nobody chooses itself. It chooses three wherever three nodes train that it trusts: the median is shown, and
+one of them that lies moves nothing. Where two train, the mean of both is shown, and either may move it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from p2pdiloco import limits
 from p2pdiloco.ids import PeerId
 from p2pdiloco.rules.full_round import latest_tokens
-from p2pdiloco.rules.state import RulesState
+from p2pdiloco.rules.state import RulesState, is_trusted
 from p2pdiloco.run_spec import EvaluationSet, RunSpec
 from p2pdiloco.wire.messages import EvalReport
 
@@ -31,23 +32,21 @@ def is_evaluated(state: RulesState, spec: RunSpec) -> bool:
     return state.finished or (state.version > 0 and state.version % spec.eval_every == 0)
 
 
-def evaluation_order(state: RulesState, spec: RunSpec) -> tuple[PeerId, ...]:
-    """The peers of the present full round: training voters first, each kind taking turns by version.
+def evaluators(state: RulesState, spec: RunSpec) -> Evaluators:
+    """Up to `evaluators_max` peers of the present full round, each kind taking turns by version.
 
-    Empty before the first outer step: version 0 has no contributors to choose from.
+    Training voters first, then others that the log trusts; one alone of the rest where there is neither. The
+    next in that order stands in.
+
+    Nobody before the first outer step: version 0 has no contributors to choose from.
     """
     peers = latest_tokens(state)
-    voters = sorted(PeerId(v) for v in state.committee.voters if v in peers)
-    others = sorted(peers.keys() - set(voters))
+    voters = {PeerId(v) for v in state.committee.voters if v in peers}
+    trusted = {peer for peer in peers.keys() - voters if is_trusted(state, spec, peer)}
     turn = state.version // spec.eval_every
-    return (*_turned(voters, turn), *_turned(others, turn))
-
-
-def evaluators(state: RulesState, spec: RunSpec) -> Evaluators:
-    """Up to `evaluators_max` training voters, one of the others where no voter trains; and who stands in."""
-    order = evaluation_order(state, spec)
-    voters = len({*order} & {*state.committee.voters})
-    chosen = order[: min(max(1, voters), spec.evaluators_max)]
+    kinds = (voters, trusted, peers.keys() - voters - trusted)
+    order = tuple(peer for kind in kinds for peer in _turned(sorted(kind), turn))
+    chosen = order[: min(max(1, len(voters) + len(trusted)), spec.evaluators_max)]
     return Evaluators(chosen, order[len(chosen)] if len(chosen) < len(order) else None)
 
 

@@ -10,8 +10,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import PeerId
@@ -58,8 +56,7 @@ class Evaluators:
 
     def entry_applied(self, content: Content, when_unix: float | None) -> bool:
         """The next certified entry. Returns: whether version 0 has reports that it had not before."""
-        # Sequences and trust of peers choose nobody: without them following is cheap.
-        self._rules = replace(after_entry(self._rules, content, self._spec), peers=())
+        self._rules = after_entry(self._rules, content, self._spec)
         version = self._rules.version
         if not isinstance(content, Membership) and version not in self._due:
             if rule.is_evaluated(self._rules, self._spec):

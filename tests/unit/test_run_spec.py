@@ -9,15 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.ids import RunId, digest_of, merkle_root
 from p2pdiloco.rules.delta_layout import CODECS
 from p2pdiloco.run_spec import (
     FORMAT,
     MATH_VERSION,
+    BlobRef,
+    EvaluationSet,
     OuterSpec,
     RunSpec,
+    SampleSpec,
     SignedRunSpec,
+    TensorSpec,
+    TokenizerSpec,
+    contradictions,
     open_run_spec,
     outer_defaults,
     run_id_of,
@@ -94,6 +101,91 @@ def test_a_field_out_of_range_is_malformed() -> None:
     refused(signed(changed(admission="everybody")), "MALFORMED")
     refused(signed(changed(name="")), "MALFORMED")
     refused(by(encode([*msgspec.to_builtins(TINY.spec, builtin_types=(bytes,)), 1])), "MALFORMED")
+
+
+def with_part(part: str, **fields: Any) -> RunSpec:
+    return changed(**{part: msgspec.structs.replace(getattr(TINY.spec, part), **fields)})
+
+
+def with_shard(**fields: Any) -> RunSpec:
+    return with_part("data", shards=(msgspec.structs.replace(TINY.spec.data.shards[0], **fields),))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        with_part("inner", inner_steps=limits.inner_steps_max + 1),
+        with_part("inner", sequences_per_step=limits.sequences_per_step_max + 1),
+        with_part("inner", moments_warmup_steps=limits.inner_steps_max + 1),
+        with_part("inner", warmup_tokens=limits.run_tokens_max + 1),
+        with_part("outer", staleness_max=limits.staleness_rounds_max + 1),
+        with_part("committee", rotation=limits.run_versions_max + 1),
+        with_part("model", seq_len=limits.sequence_tokens_max + 1),
+        with_part("model", vocab_size=limits.model_config_int_max + 1),
+        with_part("model", tensors=(TensorSpec("w", (limits.model_params_max + 1,)),)),
+        with_part("model", made_with="transformers \x1b[2J"),
+        with_part("data", tokenizer=TokenizerSpec("bytes", limits.tokenizer_ids_max + 1, 0)),
+        with_part("data", evaluations=(EvaluationSet("all", TINY.spec.data.shards[0], 2**40),)),
+        with_part("samples", prompts=("a",), encoded=((limits.tokenizer_ids_max,),)),
+        with_part("samples", prompts=("a",), encoded=((1,) * (limits.sample_prompt_tokens_max + 1),)),
+        with_shard(tokens=2**33),
+        with_shard(size=limits.frame_bytes_max + 1),
+        changed(target_tokens=limits.run_tokens_max + 1),
+        changed(target_version=limits.run_versions_max + 1),
+        changed(eval_every=limits.run_versions_max + 1),
+        changed(trust_tokens=limits.run_tokens_max + 1),
+    ],
+)
+def test_every_figure_has_a_bound(spec: RunSpec) -> None:
+    """A stranger's RunSpec is opened before anything is known of it: no figure may cost its reader memory."""
+    refused(signed(spec), "MALFORMED")
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        (with_part("model", tensors=(TensorSpec("w", (2**20, 2**20)),)), "parameters"),
+        (
+            changed(
+                inner=msgspec.structs.replace(TINY.spec.inner, sequences_per_step=2**14),
+                model=msgspec.structs.replace(TINY.spec.model, seq_len=2**13),
+            ),
+            "tokens",
+        ),
+        (with_part("data", token_bytes=3), "1, 2 or 4"),
+        (
+            changed(
+                data=msgspec.structs.replace(
+                    TINY.spec.data, token_bytes=2, shards=(BlobRef(bytes(32), 9, 2**21 + 1),)
+                )
+            ),
+            "bytes are the most",
+        ),
+        (
+            changed(
+                model=msgspec.structs.replace(TINY.spec.model, seq_len=1),
+                data=msgspec.structs.replace(TINY.spec.data, shards=(BlobRef(bytes(32), 9, 2**22),)),
+            ),
+            "sequences",
+        ),
+        (with_part("data", tokenizer=TokenizerSpec("bytes", 100, 100)), "end with token 100"),
+        (with_part("samples", prompts=("a", "b"), encoded=((1,),)), "2 prompts"),
+        (with_part("samples", prompts=("a",), encoded=((256,),)), "none of the 256"),
+    ],
+)
+def test_figures_that_are_too_much_together_are_refused(spec: RunSpec, sentence: str) -> None:
+    assert sentence in next(contradictions(spec))
+    refused(signed(spec), "MALFORMED")
+
+
+def test_the_most_that_is_allowed_is_allowed() -> None:
+    spec = changed(
+        inner=msgspec.structs.replace(TINY.spec.inner, sequences_per_step=2**13),
+        model=msgspec.structs.replace(TINY.spec.model, seq_len=2**13, made_with="transformers 5.24.0"),
+        data=msgspec.structs.replace(TINY.spec.data, shards=(BlobRef(bytes(32), 9, 2**22),) * 4),
+        samples=SampleSpec(("a", ""), 8, ((255,), ())),
+    )
+    assert open_run_spec(signed(spec), verify_ed25519)[1] == spec
 
 
 @pytest.mark.parametrize("codec", ["topk16", "topk", "topk640", "int8", "INT4", ""])

@@ -15,13 +15,12 @@ import numpy.typing as npt
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
-
-WIDTHS = (1, 2, 4)
+from p2pdiloco.run_spec import TOKEN_WIDTHS
 
 
 def token_bytes_for(vocab_size: int) -> int:
     """The least of 1, 2 and 4 that every token fits in."""
-    return next(width for width in WIDTHS if vocab_size <= 256**width)
+    return next(width for width in TOKEN_WIDTHS if vocab_size <= 256**width)
 
 
 def shard_tokens(tokens: int, token_bytes: int) -> int:
@@ -95,7 +94,7 @@ def _mapped(path: Path, token_bytes: int) -> npt.NDArray[np.unsignedinteger]:
         ) from None
     except ValueError as error:
         raise OperatorError(f"{path} is no .npy file of tokens ({error}).") from None
-    if tokens.ndim != 1 or tokens.dtype.kind != "u" or tokens.dtype.itemsize not in WIDTHS:
+    if tokens.ndim != 1 or tokens.dtype.kind != "u" or tokens.dtype.itemsize not in TOKEN_WIDTHS:
         raise OperatorError(
             f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are uint8, uint16 or uint32 "
             "in one row."

@@ -6,7 +6,7 @@ Special tokens are never found in text: a document that spells `<|endoftext|>` o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,8 +16,12 @@ import numpy.typing as npt
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.ids import Digest
+from p2pdiloco.run_spec import TokenizerSpec
+from p2pdiloco.wire.frames import open_frame
 from p2pdiloco_node.corpus.documents import batches
 from p2pdiloco_node.corpus.token_input import token_bytes_for
+from p2pdiloco_node.tokenizer_json import check_tokenizer
 
 BYTES, BPE, FILE = "bytes", "bpe", "file"
 END_OF_TEXT = "<|endoftext|>"
@@ -95,10 +99,6 @@ class JsonTokens:
                 f"as eos_token in a {CONFIG_FILE} beside it."
             )
         size = max(names.values()) + 1
-        if size > limits.tokenizer_ids_max:
-            raise OperatorError(
-                f"the tokenizer has ids up to {size - 1}; {limits.tokenizer_ids_max} are the most."
-            )
         self.vocabulary = Vocabulary(size, names[found])
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
@@ -180,7 +180,27 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
     return str(tokenizer.to_str()).encode()
 
 
+def encode_prompts(
+    spec: TokenizerSpec, read: Callable[[Digest], bytes], prompts: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """What a RunSpec holds of its prompts: each one's tokens, the last of them if there are very many.
+
+    `read` gives a blob of the run. Raises: OperatorError: the tokenizer cannot be used. TransportError: a
+    blob is not there.
+    """
+    texts = [prompt.encode(errors="replace") for prompt in prompts]
+    if spec.kind == BYTES:
+        encoded = [list(text) for text in texts]
+    else:
+        data = b"".join(open_frame(read(Digest(piece.digest)), piece.tokens) for piece in spec.pieces)
+        tokenizer = _opened(data)
+        encoded = [tokenizer.encode(text.decode(), add_special_tokens=False).ids for text in texts]
+    return tuple(tuple(tokens[-limits.sample_prompt_tokens_max :]) for tokens in encoded)
+
+
 def _opened(data: bytes) -> Any:
+    """Raises: OperatorError: it is no tokenizer, or has parts that are not let near text."""
+    check_tokenizer(data)
     lib = _library()
     try:
         tokenizer = lib.Tokenizer.from_buffer(data)

@@ -22,6 +22,7 @@ from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.exit_codes import RUN, USAGE
 from p2pdiloco.ids import Digest, PeerId, merkle_root, short
 from p2pdiloco.rules.state import RulesState, genesis_state
 from p2pdiloco.run_spec import RunSpec
@@ -29,7 +30,7 @@ from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.frames import open_frame
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import SnapshotOffer
-from p2pdiloco_node.export.chain import RUN, Chain, Watch
+from p2pdiloco_node.export.chain import Chain, Watch
 from p2pdiloco_node.export.weights import Chunk
 from p2pdiloco_node.ports import Array
 
@@ -79,15 +80,23 @@ class Certified:
     chunks: Callable[[], Iterator[Chunk]]
 
 
-def wanted_version(chain: Chain, asked: str, *, where: str) -> int:
+def wanted_version(chain: Chain, asked: str) -> int:
     """`newest` or a number. Raises: OperatorError."""
+    damaged = (
+        f"The log of {chain.where} is damaged behind version {chain.version}, and what follows cannot be "
+        f"read: use another copy of the run, or name a version up to {chain.version} with --version."
+    )
     if asked == "newest":
+        if chain.damaged:
+            raise OperatorError(damaged, RUN)
         return chain.version
     if not asked.isdecimal() or len(asked) > 15:
-        raise OperatorError(f"--version is newest or a number, not {asked!r}.", 2)
+        raise OperatorError(f"--version is newest or a number, not {asked!r}.", USAGE)
     if int(asked) > chain.version:
+        if chain.damaged:
+            raise OperatorError(damaged, RUN)
         raise OperatorError(
-            f"version {asked} is not certified in {where}: the newest there is {chain.version}.", RUN
+            f"version {asked} is not certified in {chain.where}: the newest there is {chain.version}.", RUN
         )
     return int(asked)
 

@@ -5,11 +5,12 @@ Who reads a run believes nobody: not the tracker that serves it, not the folder 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import Digest, PeerId, RunId, merkle_root
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.state import RulesState, after_entry, genesis_state, rules_digest
@@ -21,7 +22,6 @@ from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.storage import journal
 
-RUN = 5  # exit code: what is served or kept is not this run
 Read = Callable[[int], bytes]
 Watch = Callable[[str, int, int], None]  # what is done, how much of it is, and of how much (0: not known)
 CHECKING = "checking the log"
@@ -59,34 +59,42 @@ class Tally:
         return other
 
 
-def entries_in(read: Read, *, where: str) -> list[Entry]:
-    """The entries of a journal's file, up to the first that is not whole (it may just be written).
+class Entries(NamedTuple):
+    """Of a journal's file, in order."""
 
-    `read(n)`: the next n bytes at most. Raises: OperatorError: it is no log.
-    """
-    head = read(len(journal.TAG))
-    if head != journal.TAG:
+    whole: list[Entry]  # up to the first that is not
+    bytes: int  # of the file up to there
+    damaged: bool  # what follows is not just being written: nobody knows how the log goes on
+
+
+def entries_in(read: Read, *, where: str) -> Entries:
+    """`read(n)`: the next n bytes at most. Raises: OperatorError: it is no log."""
+    if read(len(journal.TAG)) != journal.TAG:
         raise OperatorError(f"{where} is not a p2pdiloco log.", RUN)
-    return list(_opened(journal.frames_of(read), where))
-
-
-def _opened(frames: Iterator[bytes], where: str) -> Iterator[Entry]:
-    for number, payload in enumerate(frames, start=1):
+    entries: list[Entry] = []
+    size = len(journal.TAG)
+    frames = journal.frames_of(read)
+    while True:
         try:
-            yield decode(payload, Entry, bytes_max=limits.log_frame_bytes_max)
+            payload = next(frames)
+        except StopIteration as end:
+            return Entries(entries, size, bool(end.value))
+        try:
+            entries.append(decode(payload, Entry, bytes_max=limits.log_frame_bytes_max))
         except PeerError as error:
-            raise OperatorError(f"{where}: entry {number} cannot be read ({error}).", RUN) from None
+            raise OperatorError(f"{where}: entry {len(entries) + 1} cannot be read ({error}).", RUN) from None
+        size += journal.FRAME_HEAD_BYTES + len(payload)
 
 
 class Chain:
     """The log up to an index; every entry was checked."""
 
-    def __init__(
-        self, run: RunId, spec: RunSpec, entries: Sequence[Entry], watch: Watch, *, where: str
-    ) -> None:
+    def __init__(self, run: RunId, spec: RunSpec, found: Entries, watch: Watch, *, where: str) -> None:
         """Costs a tenth of a millisecond a signature. Raises: OperatorError naming the entry that fails."""
         self.run, self.spec = run, spec
-        self._where = where
+        self.where = where
+        self.damaged = found.damaged  # behind its last entry
+        entries = found.whole
         self._log = RunLog(run, spec)
         for number, entry in enumerate(entries, start=1):
             try:
@@ -144,14 +152,12 @@ class Chain:
             try:
                 rules = after_entry(rules, content, self.spec)
             except AssertionError as error:
-                raise OperatorError(f"{self._where} does not verify: entry {number}: {error}.", RUN) from None
+                raise OperatorError(f"{self.where} does not verify: entry {number}: {error}.", RUN) from None
         return rules
 
     def certifies(self, index: int, params_root: Digest, momentum_root: Digest, rules: RulesState) -> bool:
-        """Whether these are the three parts of the state that the entry at `index` was certified with."""
-        if index == 0:
-            genesis = self.spec.genesis
-            return (params_root, momentum_root) == (genesis.params_root, genesis.momentum_root)
+        """Whether these are the three parts of the state that the entry at `index` was certified with; of
+        genesis, which no entry certifies, never."""
         root = state_root(params_root, momentum_root, rules_digest(rules))
         return 0 < index <= self.index and root == self._log.content(index).state_root
 
@@ -162,9 +168,4 @@ class Chain:
         except PeerError:
             return False
         params, momentum = (merkle_root([Digest(c) for c in part]) for part in (offer.params, offer.momentum))
-        return offer.index > 0 and self.certifies(offer.index, params, momentum, rules)
-
-    def state_root_at(self, index: int) -> Digest:
-        """Raises: AssertionError for genesis, which no entry certifies."""
-        assert index > 0, "version 0 is named by the RunSpec"
-        return Digest(self._log.content(index).state_root)
+        return self.certifies(offer.index, params, momentum, rules)

@@ -126,7 +126,7 @@ def _fill(made: Path, found: Found, dtype: str, told: Watch) -> Folder:
     params = found.origin.spec.model.params
 
     def fill_in(config: Config) -> Config | None:
-        return full_config(config, trainer_environment(1))
+        return full_config(config, found.origin.spec.model, trainer_environment(1))
 
     try:
         folder = write_folder(

@@ -13,8 +13,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import ModelSpec, TokenizerSpec
+from p2pdiloco.wire.codec import encode
 from p2pdiloco_node.export.names import ARCHITECTURES
 from p2pdiloco_node.training.families import open_config
 
@@ -23,6 +26,13 @@ PROCESS_S_MAX = 300.0  # importing torch and transformers on a busy machine take
 UNUSED_IDS_MAX = 1024  # listed in generation_config.json
 RUN = 5  # exit code
 Config = dict[str, Any]
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """What the process is told."""
+
+    config: Config
+    model: bytes  # the RunSpec's ModelSpec, encoded
 
 
 def model_config(model: ModelSpec, tokenizer: TokenizerSpec, dtype: str) -> Config:
@@ -52,15 +62,17 @@ def generation_config(model: ModelSpec, tokenizer: TokenizerSpec) -> Config:
     return {"eos_token_id": tokenizer.end_token, "pad_token_id": tokenizer.end_token, **suppressed}
 
 
-def full_config(config: Mapping[str, Any], environment: Mapping[str, str]) -> Config | None:
+def full_config(config: Mapping[str, Any], model: ModelSpec, environment: Mapping[str, str]) -> Config | None:
     """The same with every value of transformers' class written out; None where transformers is missing.
 
-    Takes seconds. Raises: OperatorError: transformers does not take this config.
+    Takes seconds. Raises: OperatorError: transformers does not take this config, or makes another model of
+    it than the RunSpec's tensors are of: whoever loaded the folder would get the memory that a config asks
+    for, and params that nobody trained.
     """
     try:
         done = subprocess.run(
             PROCESS,
-            input=json.dumps(config).encode(),
+            input=msgspec.json.encode(Outline(dict(config), encode(model))),
             capture_output=True,
             env=dict(environment),
             timeout=PROCESS_S_MAX,

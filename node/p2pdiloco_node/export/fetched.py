@@ -7,16 +7,16 @@ counts is checked by digest, signature and certificate. A reader has no key and 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
+import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
@@ -24,13 +24,12 @@ from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.envelope import ANYBODY, open_envelope
-from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.messages import PeerRecord, SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.contact import NETWORK, fetch_peers, fetch_run_spec
-from p2pdiloco_node.export.chain import Watch, entries_in
+from p2pdiloco_node.export.chain import Entries, Watch, entries_in
 from p2pdiloco_node.export.facts import Evaluation, Heard
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
@@ -48,6 +47,32 @@ PAUSE_S = 1.0
 PAGE_BYTES_MAX = 8 * limits.MIB  # the page as JSON: a thousand nodes at 2 KiB
 SNAPSHOTS_BYTES_MAX = limits.snapshots_kept * limits.message_bytes_max + limits.KIB
 LOG, BLOBS = "fetching the log", "fetching"
+
+
+class _Point(msgspec.Struct):
+    version: int
+    loss: float
+    tokens: int
+
+
+class _Learning(msgspec.Struct):
+    evaluations: list[_Point]
+
+
+class _Who(msgspec.Struct):
+    fingerprint: str
+    name: str
+
+
+class _Row(msgspec.Struct):
+    who: _Who
+
+
+class _Page(msgspec.Struct):
+    """What is read of a tracker's page."""
+
+    learning: _Learning
+    nodes: list[_Row]
 
 
 class LinkedRun:
@@ -112,7 +137,7 @@ class LinkedRun:
     def _urls_of(self, peer: PeerId) -> list[str]:
         return self._urls.get(peer, [])
 
-    async def entries(self) -> list[Entry]:
+    async def entries(self) -> Entries:
         """The log that the host has. Raises: OperatorError."""
         data = bytearray()
         await self._get("/v1/log", data, limits.log_fetched_bytes_max)
@@ -137,8 +162,8 @@ class LinkedRun:
         data = bytearray()
         try:
             await self._get("/api/status", data, PAGE_BYTES_MAX)
-            return _heard(json.loads(bytes(data)), version)
-        except (OperatorError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return _heard(bytes(data), version)
+        except (OperatorError, msgspec.MsgspecError, RecursionError):
             return Heard()  # a card without these is still a card
 
     async def fetch(self, digests: Sequence[Digest], sizes_max: int, what: str) -> None:
@@ -236,12 +261,10 @@ def _not_fetched(what: str, donors: Sequence[PeerId], error: TransportError) -> 
     )
 
 
-def _heard(page: Any, version: int) -> Heard:
-    """Raises: TypeError and the like for what is not our page."""
-    said = [point for point in page["learning"]["evaluations"] if 0 <= int(point["version"]) <= version]
-    newest = max(said, key=lambda point: int(point["version"]), default=None)
-    evaluation = None
-    if newest is not None:
-        evaluation = Evaluation(int(newest["version"]), float(newest["loss"]), int(newest["tokens"]))
-    names = {str(row["who"]["fingerprint"]): str(row["who"]["name"]) for row in page["nodes"]}
-    return Heard(evaluation, names)
+def _heard(data: bytes, version: int) -> Heard:
+    """Raises: MsgspecError, RecursionError: it is not our page."""
+    page = msgspec.json.decode(data, type=_Page)
+    said = [point for point in page.learning.evaluations if 0 <= point.version <= version]
+    newest = max(said, key=lambda point: point.version, default=None)
+    evaluation = None if newest is None else Evaluation(newest.version, newest.loss, newest.tokens)
+    return Heard(evaluation, {row.who.fingerprint: row.who.name for row in page.nodes})

@@ -1,6 +1,7 @@
 """Writes out a config: `python -m p2pdiloco_node.export.hf_config`, a process with transformers.
 
-JSON in on stdin, the same with every default of its class on stdout. No model is built, nothing is fetched.
+An Outline in on stdin, its config with every default of its class on stdout. The model is built without
+memory and must have the RunSpec's tensors; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ import os
 import sys
 from typing import Any
 
+import msgspec
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import ModelSpec
+from p2pdiloco.wire.codec import decode
+from p2pdiloco_node.export.config_files import Outline
+from p2pdiloco_node.training.models import outline_of
 
 # Of the class that read it, not of the model.
 LEFT_OUT = ("transformers_version", "_name_or_path", "auto_map")
@@ -34,7 +43,13 @@ def written_out(config: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is not the config
-    output.write(json.dumps(written_out(json.load(sys.stdin))).encode())
+    told = msgspec.json.decode(sys.stdin.buffer.read(), type=Outline)
+    try:
+        outline_of(decode(told.model, ModelSpec, bytes_max=limits.run_spec_bytes_max))
+    except OperatorError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    output.write(json.dumps(written_out(told.config)).encode())
     output.close()
 
 

@@ -6,7 +6,7 @@ The daemon that it belongs to may be running: files that are replaced meanwhile 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +20,11 @@ from p2pdiloco.ids import Digest, RunId, digest_of, short
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.status.read_model import Credit, EvalPoint
 from p2pdiloco.wire.codec import decode
-from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.config import parse_join
 from p2pdiloco_node.export.certified import KeptArrays
-from p2pdiloco_node.export.chain import entries_in
+from p2pdiloco_node.export.chain import Entries, entries_in
 from p2pdiloco_node.export.facts import Evaluation, Heard
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.storage.files import guarded, read_at_most
@@ -39,42 +38,74 @@ HISTORY = "history.sqlite"
 class Kept(NamedTuple):
     """Where the parts of a kept run lie."""
 
-    spec: Path
+    base: Path  # with the RunSpec
     own: Path  # with journal, blobs, snapshots and state of whoever kept it
     blobs: tuple[Path, ...]  # folders of blobs, in the store's layout or flat
-    history: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.base / SPEC
+
+    @property
+    def log(self) -> Path:
+        return self.own / "journal" / "log"
+
+    @property
+    def history(self) -> Path:
+        return self.base / HISTORY
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it is a run's own folder, with a tracker's witness in it."""
+        return self.own != self.base
 
 
 def locate(folder: Path) -> Kept:
     """Raises: OperatorError: no run is kept there, or more than one."""
     if not folder.exists():
         raise OperatorError(f"There is no folder {folder}.")
+    base = _chosen(folder, lambda place: _kept(place) is not None)
+    found = _kept(base) if base is not None else None
+    if found is None:
+        raise OperatorError(
+            f"There is no kept run in {folder}: name the folder that `p2pdiloco run new` made and a tracker "
+            "served, what `p2pdiloco demo --keep` kept, or a node's data folder."
+        )
+    return found
+
+
+def spec_in(path: Path) -> tuple[RunId, RunSpec] | None:
+    """The RunSpec in a file, or in a folder that holds one; None where there is none. Nobody need have served
+    the run yet.
+
+    Raises: OperatorError: it is damaged, or of another version; or there is more than one.
+    """
+    if path.is_file():
+        return open_spec(path)
+    base = _chosen(path, lambda place: (place / SPEC).is_file())
+    return open_spec(base / SPEC) if base is not None else None
+
+
+def _chosen(folder: Path, is_one: Callable[[Path], bool]) -> Path | None:
+    """The place in `folder` where the run is: there, in a kept demo, or in a node's data folder."""
     for base in (folder, folder / "run"):
-        found = _kept(base)
-        if found is not None:
-            return found
-    runs = {base.name: found for base in sorted(folder.glob("runs/*")) if (found := _kept(base)) is not None}
+        if is_one(base):
+            return base
+    runs = {base.name: base for base in sorted(folder.glob("runs/*")) if is_one(base)}
     if len(runs) > 1 and (pinned := _pinned(folder)) in runs:
         return runs[pinned]
     if len(runs) > 1:
         raise OperatorError(
             f"{folder} keeps {len(runs)} runs: name one of them, such as {folder / 'runs' / min(runs)}."
         )
-    if runs:
-        return next(iter(runs.values()))
-    raise OperatorError(
-        f"There is no kept run in {folder}: name the folder that `p2pdiloco run new` made and a tracker "
-        "served, what `p2pdiloco demo --keep` kept, or a node's data folder."
-    )
+    return next(iter(runs.values()), None)
 
 
 def _kept(base: Path) -> Kept | None:
-    spec = base / SPEC
     own = base / "witness" if (base / "witness" / "journal").is_dir() else base
-    if not spec.is_file() or not (own / "journal" / "log").is_file():
-        return None
     stores = tuple(own / "blobs" / purpose for purpose in Purpose)
-    return Kept(spec, own, (*stores, base / "blobs"), base / HISTORY)
+    found = Kept(base, own, (*stores, base / "blobs"))
+    return found if found.spec.is_file() and found.log.is_file() else None
 
 
 def _pinned(folder: Path) -> str:
@@ -85,20 +116,19 @@ def _pinned(folder: Path) -> str:
     return run.hex()[:16] if run is not None else ""
 
 
-def open_spec(kept: Kept) -> tuple[RunId, RunSpec]:
+def open_spec(path: Path) -> tuple[RunId, RunSpec]:
     """Raises: OperatorError."""
-    data = read_at_most(kept.spec, limits.run_spec_bytes_max + 1025)
+    data = read_at_most(path, limits.run_spec_bytes_max + 1025)
     try:
         return open_run_spec(data, verify_ed25519)
     except PeerError as error:
-        raise OperatorError(f"The RunSpec {kept.spec} is damaged ({error}): use another copy.") from None
+        raise OperatorError(f"The RunSpec {path} is damaged ({error}): use another copy.") from None
 
 
-def entries(kept: Kept) -> list[Entry]:
+def entries(kept: Kept) -> Entries:
     """The log, up to an entry that is just being written. Raises: OperatorError."""
-    path = kept.own / "journal" / "log"
-    with guarded(lambda: path.open("rb"), path) as file:
-        return entries_in(file.read, where=str(path))
+    with guarded(lambda: kept.log.open("rb"), kept.log) as file:
+        return entries_in(file.read, where=str(kept.log))
 
 
 def offers(kept: Kept) -> list[SnapshotOffer]:
@@ -145,7 +175,7 @@ def read_state(kept: Kept, index: int, params: int) -> KeptArrays | None:
 def read_blob(kept: Kept, digest: Digest) -> bytes:
     """Raises: TransportError: no whole copy of it is here."""
     damaged = False
-    for path in _blob_paths(kept, digest):
+    for path in blob_paths(kept, digest):
         try:
             data = path.read_bytes()
         except OSError:
@@ -157,10 +187,11 @@ def read_blob(kept: Kept, digest: Digest) -> bytes:
 
 
 def has_blob(kept: Kept, digest: Digest) -> bool:
-    return next(_blob_paths(kept, digest), None) is not None
+    return next(blob_paths(kept, digest), None) is not None
 
 
-def _blob_paths(kept: Kept, digest: Digest) -> Iterator[Path]:
+def blob_paths(kept: Kept, digest: Digest) -> Iterator[Path]:
+    """Of every copy."""
     name = digest.hex()
     places = (place for base in kept.blobs for place in (base / name[:2] / name, base / name))
     return (place for place in places if place.is_file())

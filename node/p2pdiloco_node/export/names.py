@@ -16,10 +16,9 @@ from p2pdiloco.run_spec import TensorSpec
 
 EXPERTS = re.compile(r"(?P<layer>.+)\.mlp\.experts\.(?P<which>gate_up_proj|down_proj)")
 # Published as gate_proj, up_proj and down_proj of each expert.
-SPLIT = frozenset({"qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"})
+SPLIT = frozenset({"qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"})
 # What AutoModelForCausalLM makes of a family: for tools that ask config.json. Other families: transformers'.
 ARCHITECTURES = {
-    "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.ids import Digest
 from p2pdiloco.rules.delta_layout import encoded_size
 from p2pdiloco.run_spec import RunSpec
@@ -28,9 +29,8 @@ from p2pdiloco_node.export.certified import (
 from p2pdiloco_node.export.chain import Chain, Watch
 from p2pdiloco_node.export.facts import Heard, Origin
 from p2pdiloco_node.export.fetched import LinkedRun
-from p2pdiloco_node.storage.files import Files, make_folder
+from p2pdiloco_node.storage.files import Files, guarded, make_folder
 
-RESOURCES = 6  # exit code
 DELTAS, CHUNKS, TEXTS = "deltas", "chunks of the model", "tokenizer and held-out text"
 
 
@@ -50,9 +50,9 @@ def from_folder(folder: Path, asked: str, watch: Watch, *, held_out: bool) -> Fo
     Raises: OperatorError: there is no such run or version, or it is damaged.
     """
     kept = on_disk.locate(folder)
-    run, spec = on_disk.open_spec(kept)
+    run, spec = on_disk.open_spec(kept.spec)
     chain = Chain(run, spec, on_disk.entries(kept), watch, where=str(folder))
-    version = wanted_version(chain, asked, where=str(folder))
+    version = wanted_version(chain, asked)
 
     def read(digest: Digest, /) -> bytes:
         return on_disk.read_blob(kept, digest)
@@ -118,7 +118,7 @@ async def from_link(
         check_room(folder, room_needed(spec, value_bytes, fetched=True))
         entries = await linked.entries()
         chain = await asyncio.to_thread(Chain, run, spec, entries, watch, where=link.url)
-        version = wanted_version(chain, asked, where=link.url)
+        version = wanted_version(chain, asked)
         ways = await asyncio.to_thread(plans, chain, version, await linked.offers())
         read = linked.blobs.read
         texts = [Digest(piece.digest) for piece in spec.data.tokenizer.pieces]
@@ -174,7 +174,7 @@ def room_needed(spec: RunSpec, value_bytes: int, *, fetched: bool) -> int:
 
 def check_room(folder: Path, needed: int) -> None:
     """Raises: OperatorError: the disk with `folder` has less."""
-    free = shutil.disk_usage(folder).free
+    free = guarded(lambda: shutil.disk_usage(folder).free, folder)
     if free < needed:
         raise OperatorError(
             f"This needs {needed / 1e6:,.0f} MB of disk beside OUT, and {free / 1e6:,.0f} MB are free: make "

@@ -7,6 +7,7 @@ classes are read, no code of the folder's, and nothing is fetched.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -16,10 +17,16 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import safe_open
 from tokenizers.decoders import DecodeStream
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from p2pdiloco import limits
+from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
+from p2pdiloco_node.tokenizer_json import TokenizerRefused, check_tokenizer
+from p2pdiloco_node.training.checkpoint_reader import difference
+from p2pdiloco_node.training.model_choice import FILES, TOKENIZER, check_parts
 
 FACTS = "p2pdiloco.json"
 
@@ -35,16 +42,14 @@ class Talk:
         """Raises: CannotTalk: the folder or the device cannot be used."""
         self.device = _device(device)
         try:
+            _check_tokenizer(folder)
             self._text = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )  # fmt: skip
-            self._model = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
-            )  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise CannotTalk(
-                f"{folder} does not load ({str(error).splitlines()[0][:300]}): export it again."
-            ) from None
+            self._model = _model(folder)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, OperatorError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0][:300]
+            raise CannotTalk(f"{folder} does not load ({said}): export it again.") from None
         self._model.to(self.device).eval()
         self._end = _end_token(self._model)
         self.window = _window(folder, self._model)
@@ -125,6 +130,48 @@ class _Speaker:
         whole = self._text.decode(self._ids, skip_special_tokens=True)
         if whole.startswith(self._said) and len(whole) > len(self._said):
             self._say(Said(whole[len(self._said) :]))
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raises: OperatorError: its tokenizer.json has parts that are not let near text. OSError."""
+    file = folder / TOKENIZER
+    if not file.exists():
+        return  # an older kind
+    if file.stat().st_size > limits.tokenizer_bytes_max:
+        raise TokenizerRefused(f"it has more than {limits.tokenizer_bytes_max >> 20} MiB")
+    check_tokenizer(file.read_bytes())
+
+
+def _model(folder: Path) -> Any:
+    """The model, every param of which is in the folder's files.
+
+    transformers makes up what is missing, in the sizes that the config asks for: both are looked at before.
+
+    Raises: OperatorError; whatever transformers raises.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config)
+    asked, held = sum(p.numel() for p in outline.parameters()), _values(folder)
+    # Quantised files hold several params in a value.
+    if asked > held and getattr(config, "quantization_config", None) is None:
+        raise OperatorError(f"its config makes {asked:,} params, and its files hold {held:,}", FILES)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+        dtype="auto", output_loading_info=True,
+    )  # fmt: skip
+    if found := difference(info):
+        raise OperatorError(f"it {found}: it is another model", FILES)
+    return model
+
+
+def _values(folder: Path) -> int:
+    """Of all tensors in the folder's files, by their heads. Raises: OperatorError."""
+    found = 0
+    for path in check_parts(folder):
+        with safe_open(path, "pt") as file:
+            found += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return found
 
 
 def _device(name: str) -> str:

@@ -36,7 +36,7 @@ from p2pdiloco.wire.log import Committee
 from p2pdiloco_node.config import USAGE, JoinLink
 from p2pdiloco_node.corpus.making import Request, make_data
 from p2pdiloco_node.corpus.progress import Told
-from p2pdiloco_node.corpus.tokenizer import BYTES
+from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import Certified
@@ -105,8 +105,12 @@ async def fork(
     witness = load_or_make_key(out / WITNESS_KEY, files)
     owner = load_or_make_key(owner_key, files)
     spec = _spec(found, parts, data, genesis)
+    prompts = await asyncio.to_thread(
+        encode_prompts, data.tokenizer, lambda digest: (out / BLOBS_FOLDER / digest.hex()).read_bytes(),
+        spec.samples.prompts,
+    )  # fmt: skip
     spec = msgspec.structs.replace(
-        spec, owner_key=owner.public_key,
+        spec, owner_key=owner.public_key, samples=msgspec.structs.replace(spec.samples, encoded=prompts),
         committee=msgspec.structs.replace(spec.committee, genesis=Committee(witness.peer_id, ())),
     )  # fmt: skip
     check_types(spec)

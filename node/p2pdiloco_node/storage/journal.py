@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class DiskJournal:
         self._good_bytes = 0  # durable and whole
         self._suspect = False  # after a failed write or fsync nothing behind `_good_bytes` counts
         self._loaded = False
+        self.rewrites = 0  # of this life: goes up after each, so who reads bytes knows whether they go on
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -159,6 +160,7 @@ class DiskJournal:
             self._files.sync_folder(self._folder)
 
         guarded(rename, self._path)
+        self.rewrites += 1
         self._good_bytes = max(self._good_bytes, len(TAG))
         self._suspect = False
 
@@ -168,13 +170,38 @@ def _frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + hashlib.sha256(payload).digest()[:8] + payload
 
 
-def frames_of(read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """Payloads up to the first frame that is not whole."""
+def next_frame(data: bytes | bytearray, start: int) -> bytes | None:
+    """The frame, head and payload, that begins at `start`; None where it has not come whole.
+
+    Raises: PeerError MALFORMED: no frame begins there.
+    """
+    head = data[start : start + FRAME_HEAD_BYTES]
+    if len(head) < FRAME_HEAD_BYTES:
+        return None
+    length = int.from_bytes(head[:4], "big")
+    if not 0 < length <= log_frame_bytes_max:
+        raise PeerError("MALFORMED", f"a frame of {length} bytes")
+    end = start + FRAME_HEAD_BYTES + length
+    if len(data) < end:
+        return None
+    if hashlib.sha256(data[end - length : end]).digest()[:8] != head[4:]:
+        raise PeerError("MALFORMED", "a damaged frame")
+    return bytes(data[start:end])
+
+
+def frames_of(read: Callable[[int], bytes]) -> Generator[bytes, None, bool]:
+    """Payloads up to the first frame that is not whole.
+
+    Returns: whether that one is damaged; if not it is torn off, as by a crash or while it is written.
+    """
     while len(head := read(FRAME_HEAD_BYTES)) == FRAME_HEAD_BYTES:
         length = int.from_bytes(head[:4], "big")
         if not 0 < length <= log_frame_bytes_max:
-            return
+            return True
         payload = read(length)
-        if len(payload) < length or hashlib.sha256(payload).digest()[:8] != head[4:]:
-            return
+        if len(payload) < length:
+            return False
+        if hashlib.sha256(payload).digest()[:8] != head[4:]:
+            return True
         yield payload
+    return False

@@ -51,6 +51,7 @@ class Kept(NamedTuple):
     evaluations: tuple[EvalPoint, ...]
     samples: tuple[Samples, ...]
     events: tuple[EventLine, ...]
+    epoch: int = 0  # of the log that the rows were made from
 
 
 class TrackerDb:
@@ -107,14 +108,19 @@ class TrackerDb:
         evaluations: Sequence[EvalPoint] = (),
         samples: Sequence[Samples] = (),
         events: Sequence[EventLine] = (),
+        epoch: int = 0,
     ) -> None:
         """All or nothing, durable on return. Saving the same again changes nothing (events excepted).
+
+        `epoch`: of the log that the rows were made from; a life that ended early is known by it.
 
         Raises: OperatorError (exit code 6) when the disk is full or failing; nothing was saved then, and
             the page goes on without it.
         """
-        rows = Kept(tuple(versions), tuple(contributions), tuple(evaluations), tuple(samples), tuple(events))
-        if any(rows):
+        rows = Kept(
+            tuple(versions), tuple(contributions), tuple(evaluations), tuple(samples), tuple(events), epoch
+        )
+        if any(rows[:-1]):
             await self._in_thread(lambda: self._mended(lambda: self._save(rows)))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
@@ -219,7 +225,12 @@ class TrackerDb:
             evaluations=self._points("evaluations", "version", EvalPoint, newest),
             samples=self._points("samples", "version", Samples, limits.samples_kept),
             events=self._points("events", "id", EventLine, limits.events_kept),
+            epoch=self._epoch(),
         )
+
+    def _epoch(self) -> int:
+        found = self._db.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
+        return int(found[0]) if found is not None else 0
 
     def _points(self, table: str, key: str, kind: type[T], newest: int) -> tuple[T, ...]:
         # The names come from this module, never from outside.
@@ -253,6 +264,7 @@ class TrackerDb:
                 [(s.version, pack(s)) for s in rows.samples],
             )
             db.executemany("INSERT INTO events (point) VALUES (?)", [(pack(e),) for e in rows.events])
+            db.execute("INSERT OR REPLACE INTO meta VALUES ('epoch', ?)", (rows.epoch,))
             self._trim()
             db.execute("COMMIT")
         except BaseException:

@@ -46,6 +46,15 @@ def read_checkpoint(family: str, config: Any, folder: Path) -> Any:
         raise OperatorError(
             f"the checkpoint in {folder} cannot be read: {said.strip()[:300]}.", FILES
         ) from None
+    found = difference(info)
+    if found:
+        raise OperatorError(f"the checkpoint in {folder} {found}: it is another model.", FILES)
+    _check_buffers(model, derived, folder)
+    return model
+
+
+def difference(info: Any) -> str:
+    """What of a checkpoint did not fit the model, by transformers' `output_loading_info`; empty: nothing."""
     faults = {
         "lacks": info["missing_keys"],
         "has, unknown to its config,": info["unexpected_keys"],
@@ -53,10 +62,8 @@ def read_checkpoint(family: str, config: Any, folder: Path) -> Any:
     }
     for what, names in faults.items():
         if names:
-            shown = ", ".join(sorted(names)[:SHOWN]) + (" and more" if len(names) > SHOWN else "")
-            raise OperatorError(f"the checkpoint in {folder} {what} {shown}: it is another model.", FILES)
-    _check_buffers(model, derived, folder)
-    return model
+            return f"{what} {', '.join(sorted(names)[:SHOWN])}" + (" and more" if len(names) > SHOWN else "")
+    return ""
 
 
 def _class_of(config: Any) -> Any:

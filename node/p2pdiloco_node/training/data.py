@@ -23,10 +23,10 @@ import numpy.typing as npt
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId, RunId, tagged_digest
+from p2pdiloco.run_spec import TOKEN_WIDTHS
 
 Tokens = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
-TOKEN_WIDTHS = (1, 2, 4)  # bytes
 
 
 class Place(NamedTuple):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.run_spec import RunSpec
@@ -17,15 +18,19 @@ from p2pdiloco_node.training.data import Place, ShardReader, Tokens, evaluation_
 class Computes(Protocol):
     """An inner loop that holds the params under evaluation beside its own."""
 
+    def under_evaluation(self) -> AbstractContextManager[Any]:
+        """In it the model has the params under evaluation; on the way in and out all params are moved."""
+        ...
+
     def evaluate(self, tokens: Tokens) -> float:
-        """Sum of losses in nats over (sequences, seq_len + 1) tokens."""
+        """Under evaluation: the sum of losses in nats over (sequences, seq_len + 1) tokens."""
         ...
 
 
 class Writes(Protocol):
     """Continuations under way (sampling.py)."""
 
-    def turn(self) -> bool: ...
+    def turn(self, until: float) -> bool: ...
     def texts(self) -> tuple[str, ...]: ...
 
 
@@ -78,14 +83,28 @@ class Evaluation:
         self._writes = writes
         self._max = sequences_max
         self._clock = clock
-        self._size = 1  # sequences of the next slice, of those that take about `evaluation_slice_s`
+        self._size = 1  # sequences of the next forward pass, as many as take about `evaluation_slice_s`
         self._sums = [0.0] * len(held_out.places)
         self._left = deque((n, deque(places)) for n, places in enumerate(held_out.places) if places)
 
     def turn(self, loop: Computes) -> bool:
-        """The next slice. True: that was the last one. Raises: OperatorError: a set cannot be read."""
-        if not self._left:
-            return self._writes is None or self._writes.turn()
+        """The next slice. True: that was the last one. Raises: OperatorError: a set cannot be read.
+
+        Params that are moved in must be moved out again before training goes on. Where that takes long (a
+        large model, a slow bus), a slice is longer, too: most of an evaluation is computing, always.
+        """
+        began = self._clock()
+        with loop.under_evaluation():
+            now = self._clock()
+            until = now + max(limits.evaluation_slice_s, limits.evaluation_slice_moves * 2 * (now - began))
+            while self._left:
+                took_s = self._forward(loop)
+                if self._clock() + took_s > until:
+                    return not self._left and self._writes is None
+            return self._writes is None or self._writes.turn(until)
+
+    def _forward(self, loop: Computes) -> float:
+        """One forward pass over held-out sequences; its seconds."""
         number, places = self._left[0]
         batch = self._held_out.read([places.popleft() for _ in range(min(self._size, len(places)))])
         began = self._clock()
@@ -97,7 +116,7 @@ class Evaluation:
             self._size = min(self._max, 2 * self._size)
         if not places:
             self._left.popleft()
-        return not self._left and self._writes is None
+        return took_s
 
     def result(self, why: str) -> frames.Evaluated | frames.NotEvaluated:
         """`why` there are no continuations, where some were wanted."""

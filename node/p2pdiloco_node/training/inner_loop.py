@@ -145,6 +145,7 @@ class InnerLoop:
             self._compile(spec.model.seq_len)
         self._optimizer = AdamW(self._held.placed, spec.inner, device=device, on_host=offload == "moments")
         self._steps_since_zero = 0  # inner steps since the moments were zero
+        self._evaluating = False  # theta holds the params under evaluation
         self._cache: Any = None  # keys and values of a continuation under way
 
     def _hold(self, *, sharded: bool, bf16: bool) -> HeldParams:
@@ -335,8 +336,15 @@ class InnerLoop:
 
     @contextmanager
     def under_evaluation(self) -> Iterator[Any]:
-        """The model, computing with the loaded params, without gradients; theta is back afterwards."""
+        """The model, computing with the loaded params, without gradients; theta is back afterwards.
+
+        It moves all params, twice: who does several things enters it once, around them.
+        """
+        if self._evaluating:
+            yield self._model
+            return
         self._exchange()
+        self._evaluating = True
         try:
             self._loss.eval()
             with torch.no_grad(), self._loss.autocast(torch.device(self._device).type):
@@ -344,6 +352,7 @@ class InnerLoop:
         finally:
             self._loss.train()
             self._exchange()
+            self._evaluating = False
 
     def next_token(self, seen: Sequence[int], *, begin: bool, vocab_size: int) -> int:
         """Under evaluation: the likeliest token after `seen` and what was seen since the last `begin`."""

@@ -160,6 +160,7 @@ class LedLoop:
         self._loop = begin_loop(begin, group)
         self.device_name = f"{group.size} x {self._loop.device_name}"
         self.compile_failure = self._loop.compile_failure
+        self._evaluating = False  # the others are there, too
 
     def load_moments(self, path: Path) -> None:
         self._tell(LoadMoments(str(path)))
@@ -209,10 +210,17 @@ class LedLoop:
 
     @contextmanager
     def under_evaluation(self) -> Iterator[Any]:
+        if self._evaluating:
+            yield None
+            return
         self._tell(UnderEvaluation(begins=True))
-        with self._loop.under_evaluation() as model:
-            yield model
-        self._tell(UnderEvaluation(begins=False))
+        self._evaluating = True
+        try:
+            with self._loop.under_evaluation() as model:
+                yield model
+        finally:  # also where an evaluation set cannot be read: training goes on with theta on every rank
+            self._evaluating = False
+            self._tell(UnderEvaluation(begins=False))
 
     def next_token(self, seen: Sequence[int], *, begin: bool, vocab_size: int) -> int:
         self._tell(NextToken(tuple(seen), begin, vocab_size))

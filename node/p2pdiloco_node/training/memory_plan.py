@@ -246,7 +246,7 @@ def amount(size: int) -> str:
 def _ways(spec: RunSpec, machine: Machine, wishes: Wishes) -> Iterator[Way]:
     """The fastest first.
 
-    The anchor is touched once a pass and the evaluated params once an evaluation, so both go to the host
+    The anchor is touched once a pass and the evaluated params a few times an evaluation: both go to the host
     before a third more computing is paid for activations; moments go last, they cross the bus in every step.
     Several ranks have the whole model each where that needs nothing of this; else they share it, which
     costs less.
@@ -273,11 +273,21 @@ def _ways(spec: RunSpec, machine: Machine, wishes: Wishes) -> Iterator[Way]:
     largest = min(batch, max(1, most // spec.model.seq_len))
     # Parts of about equal size; the same size twice is tried once.
     sizes = [wishes.micro_batch] if wishes.micro_batch else []
-    sizes = sizes or sorted({-(-batch // parts) for parts in range(1, batch + 1)}, reverse=True)
+    sizes = sizes or list(part_sizes(batch))
     for parallel, on, offload in orders:
         for size in sizes:
             if size <= largest or wishes.micro_batch:
                 yield Way(parallel, min(size, batch), on, offload)
+
+
+def part_sizes(batch: int) -> Iterator[int]:
+    """Sizes of the largest of 1, 2, 3 ... equal parts of a batch, each once, falling: about 2 sqrt(batch)."""
+    parts, size = 1, batch
+    while size > 1:
+        yield size
+        parts = -(-batch // (size - 1))  # the fewest that are smaller
+        size = -(-batch // parts)
+    yield 1
 
 
 def _rows_of_rank(spec: RunSpec, ranks: int) -> int:

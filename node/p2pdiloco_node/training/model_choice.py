@@ -19,7 +19,6 @@ USAGE, FILES = 2, 3  # exit codes
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PART = re.compile(r"^[\w.-]+\.safetensors$")  # a file of the folder itself
-SEQ_LEN_MAX = 2**17  # tokens
 
 
 class ModelChoice(NamedTuple):
@@ -64,8 +63,8 @@ def choose_model(model: str, *, seq_len: int | None = None) -> ModelChoice:
     Raises: OperatorError: no such thing, unreadable, of a family that is not trained, or with values that no
     run's config may have.
     """
-    if seq_len is not None and not 1 <= seq_len <= SEQ_LEN_MAX:
-        raise OperatorError(f"--seq-len is 1 to {SEQ_LEN_MAX} tokens.", USAGE)
+    if seq_len is not None and not 1 <= seq_len <= limits.sequence_tokens_max:
+        raise OperatorError(f"--seq-len is 1 to {limits.sequence_tokens_max} tokens.", USAGE)
     path = Path(model).expanduser()
     if model not in presets.PRESETS and path.exists():
         return _from_files(path, seq_len)

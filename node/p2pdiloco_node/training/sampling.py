@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.training.text_codec import TextCodec
 
 
-class Lends(Protocol):
-    """Computes with the params under evaluation for a while."""
-
-    def under_evaluation(self) -> AbstractContextManager[Any]: ...
+class Continues(Protocol):
+    """An inner loop under evaluation."""
 
     def next_token(self, seen: Sequence[int], *, begin: bool, vocab_size: int) -> int:
-        """Under evaluation: the likeliest token after `seen` and what was seen since the last `begin`."""
+        """The likeliest token after `seen` and what was seen since the last `begin`."""
         ...
 
 
 class Continuations:
     """One version's continuations under way. Positions of a prompt and its continuation: at most seq_len."""
 
-    def __init__(self, spec: RunSpec, codec: TextCodec, lender: Lends, clock: Callable[[], float]) -> None:
-        self._codec, self._lender, self._clock = codec, lender, clock
+    def __init__(self, spec: RunSpec, codec: TextCodec, loop: Continues, clock: Callable[[], float]) -> None:
+        self._codec, self._loop, self._clock = codec, loop, clock
         self._end_token = spec.data.tokenizer.end_token
         # Embeddings may have more rows than there are tokens.
         self._vocab_size = min(spec.data.tokenizer.vocab_size, spec.model.vocab_size)
         self._length = max(1, min(spec.samples.tokens, spec.model.seq_len - 1))
         room = max(1, spec.model.seq_len - self._length)
         # An empty prompt begins where a document does: behind the end of another one.
-        self._prompts = [codec.encode(prompt)[-room:] or [self._end_token] for prompt in spec.samples.prompts]
+        self._prompts = [list(prompt[-room:]) or [self._end_token] for prompt in spec.samples.encoded]
         self._written: list[list[int]] = [[] for _ in self._prompts]
         self._at = 0  # the prompt that is being continued
 
-    def turn(self) -> bool:
-        """Go on for about `evaluation_slice_s`, at least by one token. True: all are written."""
-        until = self._clock() + limits.evaluation_slice_s
-        with self._lender.under_evaluation():
-            while self._at < len(self._prompts):
-                self._write_one()
-                if self._clock() >= until:
-                    break
+    def turn(self, until: float) -> bool:
+        """Under evaluation: go on until then, at least by one token. True: all are written."""
+        while self._at < len(self._prompts):
+            self._write_one()
+            if self._clock() >= until:
+                break
         return self._at == len(self._prompts)
 
     def texts(self) -> tuple[str, ...]:
@@ -57,7 +52,7 @@ class Continuations:
     def _write_one(self) -> None:
         written = self._written[self._at]
         seen: Sequence[int] = written[-1:] or self._prompts[self._at]
-        token = self._lender.next_token(seen, begin=not written, vocab_size=self._vocab_size)
+        token = self._loop.next_token(seen, begin=not written, vocab_size=self._vocab_size)
         if token != self._end_token:
             written.append(token)
         if token == self._end_token or len(written) == self._length:

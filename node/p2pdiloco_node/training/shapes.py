@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from p2pdiloco.run_spec import ModelSpec
+from p2pdiloco_node.training.families import open_config
 
 
 class Shape(NamedTuple):
@@ -28,8 +28,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(model: ModelSpec) -> Shape:
-    """From a RunSpec's model, which `run new` writes with every argument; unknown ones are guessed large."""
-    return read_shape(model.family, json.loads(model.config))
+    """From a RunSpec's model, which `run new` writes with every argument; unknown ones are guessed large.
+
+    Raises: ModelRefused: a config that no trainer takes.
+    """
+    return read_shape(model.family, open_config(model.family, model.config))
 
 
 def read_shape(family: str, config: Mapping[str, Any]) -> Shape:

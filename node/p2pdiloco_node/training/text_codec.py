@@ -1,7 +1,9 @@
-"""Text to the run's tokens and back, in the trainer process: what samples need of a tokenizer.
+"""The run's tokens to text, in the trainer process: what samples need of a tokenizer.
 
-A tokenizer.json comes from the run's owner and tokens from a model in training, so neither is trusted to make
-sense: what cannot be read as text becomes replacement characters, and what cannot be decoded no text at all.
+A tokenizer.json comes from the run's owner and tokens from a model in training, so neither is trusted: of
+the file the tokens and the decoder alone are opened (tokenizer_json.py), what cannot be read as text becomes
+replacement characters, and what cannot be decoded no text at all. Text never becomes tokens here: those of
+the prompts are in the RunSpec.
 """
 
 from __future__ import annotations
@@ -13,13 +15,10 @@ from typing import Any, Protocol
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import TokenizerSpec
+from p2pdiloco_node.tokenizer_json import for_decoding
 
 
 class TextCodec(Protocol):
-    def encode(self, text: str) -> list[int]:
-        """Tokens, without an end token."""
-        ...
-
     def decode(self, tokens: Sequence[int]) -> str:
         """The text as far as there is one; never raises for any tokens."""
         ...
@@ -28,38 +27,25 @@ class TextCodec(Protocol):
 class ByteText:
     """Each byte is a token."""
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class JsonText:
-    """A tokenizer.json; special tokens are never found in text."""
+    """What a tokenizer.json decodes."""
 
     def __init__(self, data: bytes) -> None:
-        """Raises: OperatorError: it is no tokenizer, or its library is not installed."""
+        """Raises: OperatorError: it is no tokenizer, not one for here, or its library is not installed."""
+        data = for_decoding(data)
         try:
             from tokenizers import Tokenizer
         except ImportError:
             raise OperatorError("tokenizers is not installed: pip install 'p2pdiloco[node]'.", 3) from None
         try:
             self._tokenizer: Any = Tokenizer.from_buffer(data)
-            # What a file asks for in other uses: text is neither cut off nor filled up here.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            self._tokenizer.encode_special_tokens = True
         except BaseException as error:  # noqa: BLE001 - its library raises Exception itself, and panics
             _pass_on(error)
             raise OperatorError(f"the run's tokenizer.json cannot be used: {str(error)[:200]}.") from None
-
-    def encode(self, text: str) -> list[int]:
-        try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        except BaseException as error:  # noqa: BLE001 - as above
-            _pass_on(error)
-            return []
 
     def decode(self, tokens: Sequence[int]) -> str:
         try:

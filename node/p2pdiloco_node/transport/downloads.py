@@ -37,7 +37,8 @@ class Offered(NamedTuple):
 class Downloads:
     """`find(name)`: the file of this name, or None. `listing()`: the JSON of what there is.
 
-    Both are called on the event loop and must return at once. `local`: the run's admission.
+    Both are called on the event loop and must return at once. `local`: the run's admission. `known(address)`:
+    whether a peer that the log knows was heard from there; such addresses have places of their own.
     """
 
     def __init__(
@@ -47,13 +48,19 @@ class Downloads:
         traffic: Traffic,
         *,
         local: bool,
+        known: Callable[[str], bool] = lambda _address: False,
         pace: Pace = PACE,
         clock: Clock = time.monotonic,
     ) -> None:
         self._find = find
         self._listing = listing
         self._rates = Rates(clock)
-        self._files = FileAnswers(Slots(limits.downloads_max, kept=0, local=local), pace, traffic)
+        self._known = known
+        slots = Slots(
+            limits.downloads_max, kept=limits.downloads_kept, local=local,
+            per_address=limits.downloads_per_address_max,
+        )  # fmt: skip
+        self._files = FileAnswers(slots, pace, traffic)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -82,9 +89,10 @@ class Downloads:
             "X-Content-Type-Options": "nosniff",
             "P2PDiLoCo-SHA256": offered.sha256,
         }
+        known = self._known(remote_ip(request))
         return await self._files.answer(
-            request, offered.path, offered.size, offered.sha256, headers=headers
-        )  # fmt: skip
+            request, offered.path, offered.size, offered.sha256, known=known, headers=headers
+        )
 
     def _admit(self, request: web.Request) -> None:
         if not self._rates.allow(remote_ip(request), RATE):

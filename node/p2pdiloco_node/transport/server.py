@@ -89,7 +89,7 @@ class Server:
             traffic=self.traffic,
             pace=self.pace,
             known=self.known,
-            known_address=self._known_address,
+            known_address=self.known_address,
             local=self.local,
         )
 
@@ -165,7 +165,8 @@ class Server:
             self._known_at.put(address, self.clock())
         return opened, sealed, address
 
-    def _known_address(self, address: str) -> bool:
+    def known_address(self, address: str) -> bool:
+        """Whether a peer that the log knows was heard from there lately."""
         at = self._known_at.get(address)
         return at is not None and self.clock() - at <= limits.known_address_s_max
 

@@ -17,10 +17,12 @@ class Slots:
     `local`: every peer is trusted and all may be on one machine, so there are no shares.
     """
 
-    def __init__(self, places: int, *, kept: int, local: bool) -> None:
+    def __init__(
+        self, places: int, *, kept: int, local: bool, per_address: int = limits.slots_per_address_max
+    ) -> None:
         self._places = places
         self._kept = 0 if local else kept
-        self._per_address = places if local else limits.slots_per_address_max
+        self._per_address = places if local else per_address
         self._taken: Counter[str] = Counter()
 
     def is_free(self, address: str, *, known: bool) -> bool:

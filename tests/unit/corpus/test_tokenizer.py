@@ -13,6 +13,10 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.ids import digest_of
+from p2pdiloco.run_spec import BYTES as BYTES_SPEC
+from p2pdiloco.run_spec import BlobRef, TokenizerSpec
+from p2pdiloco.wire.frames import make_frame
 from p2pdiloco_node.corpus.tokenizer import (
     BPE,
     BYTES,
@@ -21,6 +25,7 @@ from p2pdiloco_node.corpus.tokenizer import (
     ByteTokens,
     Choice,
     JsonTokens,
+    encode_prompts,
     parse_choice,
     read_file,
     train_bpe,
@@ -117,7 +122,7 @@ def test_what_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_ids_are_bounded(trained: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "tokenizer_ids_max", 299)
-    with pytest.raises(OperatorError, match="ids up to 299; 299 are the most"):
+    with pytest.raises(OperatorError, match="number 299; they go up to 298"):
         JsonTokens(trained)
 
 
@@ -137,3 +142,35 @@ def test_choices_that_there_are_not(text: str) -> None:
     with pytest.raises(OperatorError) as caught:
         parse_choice(text)
     assert caught.value.exit_code == 2
+
+
+def spec_of(data: bytes) -> tuple[TokenizerSpec, dict[bytes, bytes]]:
+    """Cut in two, as one that is larger than a frame."""
+    pieces = {
+        digest_of(frame): (frame, len(part)) for part in (data[:99], data[99:]) if (frame := make_frame(part))
+    }
+    refs = tuple(BlobRef(digest, len(frame), size) for digest, (frame, size) in pieces.items())
+    return TokenizerSpec("json", 300, 0, refs), {digest: frame for digest, (frame, _) in pieces.items()}
+
+
+def test_prompts_become_tokens_when_the_run_is_made(trained: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ("the swarm", "", f"a{END_OF_TEXT}b", "über 日本語")
+    assert encode_prompts(BYTES_SPEC, lambda _: b"", prompts) == tuple(tuple(p.encode()) for p in prompts)
+    spec, blobs = spec_of(trained)
+    encoded = encode_prompts(spec, blobs.__getitem__, prompts)
+    texts = [text.encode() for text in prompts]
+    assert encoded == tuple(tuple(one.tolist()) for one in JsonTokens(trained).encode(texts))
+    assert 0 not in encoded[2]
+    monkeypatch.setattr(limits, "sample_prompt_tokens_max", 2)
+    assert encode_prompts(spec, blobs.__getitem__, prompts)[0] == encoded[0][-2:]
+
+
+def test_a_file_that_could_eat_memory_is_refused_before_text_is_read(trained: bytes) -> None:
+    opened = json.loads(trained)
+    ten = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    opened["normalizer"] = {"type": "Sequence", "normalizers": [ten] * 6}
+    with pytest.raises(OperatorError, match="normalizer and pre_tokenizer may make text 2,000,000 times"):
+        JsonTokens(json.dumps(opened).encode())
+    spec, blobs = spec_of(json.dumps(opened).encode())
+    with pytest.raises(OperatorError, match="times as long"):
+        encode_prompts(spec, blobs.__getitem__, ["a"])

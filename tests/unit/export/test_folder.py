@@ -16,7 +16,9 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import digest_of
 from p2pdiloco_node.export import command
 from p2pdiloco_node.export.command import Options, export
+from p2pdiloco_node.export.kept import spec_in
 from p2pdiloco_node.export.sources import from_folder
+from p2pdiloco_node.verify import verify_run
 
 Make = Callable[..., Any]
 
@@ -28,7 +30,7 @@ def quiet(*_: object) -> None:
 @pytest.fixture(autouse=True)
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that writes every value out takes seconds; test_with_transformers.py has it."""
-    monkeypatch.setattr(command, "full_config", lambda _config, _environment: None)
+    monkeypatch.setattr(command, "full_config", lambda *_: None)
 
 
 def exported(run: Any, out: Path, **options: Any) -> dict[str, Any]:
@@ -120,11 +122,57 @@ def test_a_data_folder_with_two_runs_needs_a_word(kept_run: Make, tmp_path: Path
         (folder / "spec.bin").write_bytes(run.signed)
         (folder / "journal" / "log").write_bytes((run.folder / "witness/journal/log").read_bytes())
         (folder / "blobs").symlink_to(run.folder / "blobs")
-    with pytest.raises(OperatorError, match="keeps 2 runs: name one"):
-        export(Options(tmp_path / "out", data_dir=tmp_path / "node"), quiet)
+    node = tmp_path / "node"
+    ways: tuple[Callable[[Path], object], ...] = (
+        verify_run, spec_in, lambda folder: export(Options(tmp_path / "out", data_dir=folder), quiet)
+    )  # fmt: skip
+    for read in ways:
+        with pytest.raises(OperatorError, match="keeps 2 runs: name one"):
+            read(node)
     (tmp_path / "node" / "join").write_text(f"http://127.0.0.1:1/#{run.run.hex()}\n")
     export(Options(tmp_path / "out", data_dir=tmp_path / "node"), quiet)
     assert json.loads((tmp_path / "out/p2pdiloco.json").read_bytes())["run"]["id"] == run.run.hex()
+    found = spec_in(node)
+    assert found is not None
+    assert found[0] == run.run == verify_run(node).run
+
+
+def harmed(run: Any, place: int) -> None:
+    """One bit of the log, at a share of it in percent."""
+    path = run.folder / "witness" / "journal" / "log"
+    data = bytearray(path.read_bytes())
+    data[len(data) * place // 100] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("place", [30, 60, 90])
+def test_a_log_with_a_damaged_entry_has_no_newest_version(kept_run: Make, tmp_path: Path, place: int) -> None:
+    run = kept_run().steps(4)
+    harmed(run, place)
+    before = (4 * place) // 100
+    for asked in ("newest", "4"):
+        with pytest.raises(OperatorError, match=f"is damaged behind version {before}") as caught:
+            exported(run, tmp_path / "out", version=asked)
+        assert caught.value.exit_code == 5
+    tensors = exported(run, tmp_path / "out", version=str(before))
+    assert flat(tensors, run).tobytes() == run.params[before].tobytes()
+
+
+def test_an_entry_that_is_just_being_written_is_not_missed(kept_run: Make, tmp_path: Path) -> None:
+    run = kept_run().steps(2)
+    path = run.folder / "witness" / "journal" / "log"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert flat(exported(run, tmp_path / "out"), run).tobytes() == run.params[1].tobytes()
+
+
+def test_of_a_damaged_copy_another_one_is_read(kept_run: Make, tmp_path: Path) -> None:
+    run = kept_run().steps(1)
+    for path in (run.folder / "witness" / "blobs" / "delta").glob("??/*"):
+        (run.folder / "blobs" / path.name).write_bytes(path.read_bytes())
+        path.write_bytes(b"damaged")
+    with pytest.raises(OperatorError, match="is declared and"):
+        verify_run(run.folder)  # the figures of these entries are played; the deltas were read
+    assert flat(exported(run, tmp_path / "out"), run).tobytes() == run.params[1].tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -32,7 +32,7 @@ def quiet(*_: object) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "full_config", lambda _config, _environment: None)
+    monkeypatch.setattr(command, "full_config", lambda *_: None)
     monkeypatch.setattr(fetched, "PAUSE_S", 0.0)
 
 
@@ -99,6 +99,44 @@ async def test_loss_and_names_come_from_the_page(serve: Serve, kept_run: Make, t
     facts = json.loads((tmp_path / "out/p2pdiloco.json").read_bytes())
     assert (facts["evaluation"]["version"], facts["evaluation"]["loss"]) == (1, 2.5)
     assert sorted(c["name"] for c in facts["contributors"]) == ["", "attic"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b'{"learning":{"evaluations":[{"version":1e999,"loss":1,"tokens":1}]},"nodes":[]}',
+        b'{"learning":{"evaluations":[{"version":1,"loss":1e999,"tokens":1}]},"nodes":[]}',
+        b'{"learning":{"evaluations":[{"version":1,"loss":NaN,"tokens":1}]},"nodes":[]}',
+        b'{"learning":{"evaluations":[{"version":1,"loss":1,"tokens":1}]},"nodes":[{"who":"me"}]}',
+        b'{"learning":' + b"[" * 100_000,
+        b"[]",
+        b"\xff",
+    ],
+    ids=["a version", "a loss", "no number", "a name", "depth", "a list", "no text"],
+)
+async def test_a_page_that_makes_no_sense_costs_the_card_its_loss_alone(
+    serve: Serve, kept_run: Make, tmp_path: Path, page: bytes
+) -> None:
+    run = kept_run().steps(1)
+
+    def change(request: web.Request) -> web.StreamResponse | None:
+        return web.Response(body=page) if request.path == "/api/status" else None
+
+    assert same(await exported(await serve(run, change), tmp_path / "out"), run, 1)
+    assert json.loads((tmp_path / "out/p2pdiloco.json").read_bytes())["evaluation"] is None
+
+
+async def test_a_damaged_log_has_no_newest_version(serve: Serve, kept_run: Make, tmp_path: Path) -> None:
+    run = kept_run().steps(3)
+    path = run.folder / "witness" / "journal" / "log"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    url = await serve(run)
+    with pytest.raises(OperatorError, match="damaged behind version 1") as caught:
+        await exported(url, tmp_path / "out")
+    assert caught.value.exit_code == 5
+    nothing_written(tmp_path)
 
 
 async def test_a_log_that_breaks_off_is_gone_on_with(serve: Serve, kept_run: Make, tmp_path: Path) -> None:
@@ -198,7 +236,9 @@ async def test_entries_after_a_forged_one_are_not_used(serve: Serve, kept_run: M
     """The frame's checksum fails where bytes were changed: what stands before it still proves itself."""
     run = kept_run().steps(2)
     url = await serve(run, forged_entry(run))
-    assert same(await exported(url, tmp_path / "out"), run, 0)
+    with pytest.raises(OperatorError, match="damaged behind version 0"):
+        await exported(url, tmp_path / "out")
+    assert same(await exported(url, tmp_path / "out", version="0"), run, 0)
 
 
 async def test_a_snapshot_that_no_entry_certifies_is_left_out(

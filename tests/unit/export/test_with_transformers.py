@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,14 +24,17 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import ModelSpec, TensorSpec, TokenizerSpec
 from p2pdiloco_node.export import command
 from p2pdiloco_node.export.command import Options, export
-from p2pdiloco_node.export.config_files import model_config
+from p2pdiloco_node.export.config_files import full_config, model_config
 from p2pdiloco_node.export.hf_config import written_out
 from p2pdiloco_node.export.names import ARCHITECTURES, published
 from p2pdiloco_node.export.weights import write_weights
 from p2pdiloco_node.storage.files import Files
+from p2pdiloco_node.training.families import FAMILIES
+from p2pdiloco_node.training.supervisor import trainer_environment
 
 Make = Callable[..., Any]
 SEQ_LEN = 32
@@ -119,6 +123,10 @@ def test_every_family_loads_under_its_published_names(family: str, tmp_path: Pat
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_every_family_that_is_trained_has_its_name_in_the_rest_of_the_world() -> None:
+    assert set(ARCHITECTURES) == set(FAMILIES)
+
+
 def test_the_config_is_written_out_for_other_programs() -> None:
     _, spec, _ = tiny("llama")
     config = model_config(spec, TokenizerSpec("bytes", 256, 9), "bfloat16")
@@ -130,6 +138,19 @@ def test_the_config_is_written_out_for_other_programs() -> None:
         assert name not in full
     one, two = (AutoConfig.for_model(c.pop("model_type"), **c) for c in (dict(config), dict(full)))
     assert one.rope_parameters == two.rope_parameters
+
+
+def test_a_config_that_makes_another_model_than_the_run_s_is_not_written() -> None:
+    """It would have whoever loads the folder make memory and params of its own."""
+    _, spec, _ = tiny("llama")
+    words = TokenizerSpec("bytes", 256, 9)
+    said = json.loads(spec.config) | {"num_hidden_layers": 512, "intermediate_size": 2**20}
+    lying = msgspec.structs.replace(spec, config=json.dumps(said, sort_keys=True).encode())
+    with pytest.raises(OperatorError, match=r"does not take this run's model \(The run names"):
+        full_config(model_config(lying, words, "float32"), lying, trainer_environment(1))
+    made = full_config(model_config(spec, words, "float32"), spec, trainer_environment(1))
+    assert made is not None
+    assert made["rms_norm_eps"] == 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +196,7 @@ def test_evaluated_by_transformers_alone_the_loss_is_the_run_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Held-out text, tied embeddings, a version with merged deltas; 0.5 % (target of the run's owner)."""
-    monkeypatch.setattr(command, "full_config", lambda config, _environment: written_out(config))
+    monkeypatch.setattr(command, "full_config", lambda config, *_: written_out(config))
     model, spec, params = tiny("llama", tie_word_embeddings=True)
     more: dict[str, Any] = {}
     if kind == "bytes":

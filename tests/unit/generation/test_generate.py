@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from p2pdiloco.errors import OperatorError
@@ -103,6 +105,44 @@ def test_a_folder_that_is_no_model_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(CannotTalk, match="does not load"):
         Talk(tmp_path, "cpu")
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "model"))
+
+
+def test_params_that_are_not_in_the_files_are_not_made_up(folder: Path, tmp_path: Path) -> None:
+    made = copied(folder, tmp_path)
+    tensors = load_file(made / "model.safetensors")
+    extra = dict(list(tensors.items())[:1]) | {"elsewhere": torch.zeros(10**5)}
+    for kept, why in (
+        (dict(list(tensors.items())[:1]), "its config makes .* params, and its files hold"),
+        (extra, "lacks"),
+        (tensors | {"elsewhere": torch.zeros(3)}, "has, unknown to its config, elsewhere"),
+    ):
+        save_file(kept, made / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CannotTalk, match=why):
+            Talk(made, "cpu")
+
+
+def test_a_config_that_asks_for_all_memory_is_refused_before_it_gets_any(
+    folder: Path, tmp_path: Path
+) -> None:
+    made = copied(folder, tmp_path)
+    config = json.loads((made / "config.json").read_text()) | {"intermediate_size": 2**34}
+    (made / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CannotTalk, match="its config makes 1,"):
+        Talk(made, "cpu")
+
+
+def test_a_tokenizer_that_could_eat_memory_is_not_opened(folder: Path, tmp_path: Path) -> None:
+    made = copied(folder, tmp_path)
+    opened = json.loads((made / "tokenizer.json").read_text())
+    ten = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    opened["normalizer"] = {"type": "Sequence", "normalizers": [ten] * 6}
+    (made / "tokenizer.json").write_text(json.dumps(opened))
+    with pytest.raises(CannotTalk, match="may make text 2,000,000 times as long"):
+        Talk(made, "cpu")
 
 
 def test_a_gpu_that_is_not_there_is_said(folder: Path) -> None:

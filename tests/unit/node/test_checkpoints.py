@@ -18,18 +18,17 @@ from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunk_digests, chunks_of
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import Digest, digest_of, merkle_root
-from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.state import genesis_state
 from p2pdiloco.run_spec import RunSpec, TensorSpec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import OuterStep, Scalars
 from p2pdiloco.wire.messages import SnapshotOffer
-from p2pdiloco_node.checkpoint_maker import CheckpointMaker
+from p2pdiloco_node.checkpoint_maker import CheckpointMaker, Seen
 from p2pdiloco_node.checkpoint_shelf import LISTED, CheckpointShelf, Job
 from p2pdiloco_node.export.chain import Tally
 from p2pdiloco_node.export.facts import Evaluation, Heard, Origin
 from p2pdiloco_node.export.hf_folder import Content
-from p2pdiloco_node.participant import Participant
+from p2pdiloco_node.export.sources import room_needed
 
 SIZE = 1000
 PARAMS = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
@@ -42,18 +41,27 @@ def spec(fake_run: Any) -> RunSpec:
     return made
 
 
+def head_of(index: int, branch: bytes = b"") -> Digest:
+    return digest_of(b"entry %d" % index + branch)
+
+
+def of_log(index: int, head: Digest) -> bool:
+    """A log that has them all."""
+    return head == head_of(index)
+
+
 def job(spec: RunSpec, version: int, params: Any = PARAMS) -> Job:
     tally = Tally()
     tally.version, tally.tokens = version, 100 * version
     root = merkle_root(chunk_digests(params))
-    origin = Origin(cast("Any", bytes(32)), spec, version, version, Digest(bytes(32)), root, tally)
+    origin = Origin(cast("Any", bytes(32)), spec, version, version, head_of(version), root, tally)
     content = Content(origin, Heard(), b"", "float32")
     return Job(content, lambda: iter(chunks_of(params)), 1.0)
 
 
 def test_a_checkpoint_is_a_whole_folder_with_digests(spec: RunSpec, tmp_path: Path) -> None:
     shelf = CheckpointShelf(tmp_path / "checkpoints", 3)
-    shelf.load()
+    shelf.load(of_log)
     made = shelf.make(job(spec, 16))
     assert shelf.offered == (made,)
     assert made.files[0].name == "model.safetensors"
@@ -75,14 +83,14 @@ def test_a_checkpoint_is_a_whole_folder_with_digests(spec: RunSpec, tmp_path: Pa
 def test_the_oldest_go_and_a_restart_has_the_rest(spec: RunSpec, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     shelf = CheckpointShelf(folder, 2)
-    shelf.load()
+    shelf.load(of_log)
     for version in (16, 32, 48):
         shelf.make(job(spec, version))
     assert [c.version for c in shelf.offered] == [32, 48]
     assert shelf.find("v16/model.safetensors") is None
     assert sorted(path.name for path in folder.iterdir()) == ["v32", "v48"]
     again = CheckpointShelf(folder, 1)
-    again.load()
+    again.load(of_log)
     assert [c.version for c in again.offered] == [48]
     assert sorted(path.name for path in folder.iterdir()) == ["v48"], "fewer are wanted now"
 
@@ -110,18 +118,86 @@ def test_what_is_not_whole_is_removed_at_the_start(
 ) -> None:
     folder = tmp_path / "checkpoints"
     shelf = CheckpointShelf(folder, 2)
-    shelf.load()
+    shelf.load(of_log)
     shelf.make(job(spec, 16))
     harm(folder / "v16")
     again = CheckpointShelf(folder, 2)
-    again.load()
+    again.load(of_log)
     assert again.offered == ()
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "holds", [lambda index, _head: index <= 20, lambda _index, head: head != head_of(32)]
+)
+def test_what_the_log_no_longer_has_is_not_offered_after_a_restart(
+    spec: RunSpec, tmp_path: Path, holds: Callable[[int, Digest], bool]
+) -> None:
+    """A life that ended between the cut of a recovery and the work that follows it leaves it here."""
+    shelf = CheckpointShelf(tmp_path / "checkpoints", 2)
+    shelf.load(of_log)
+    shelf.make(job(spec, 16))
+    shelf.make(job(spec, 32))
+    again = CheckpointShelf(tmp_path / "checkpoints", 2)
+    again.load(holds)
+    assert [c.version for c in again.offered] == [16]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["v16"]
+
+
+def test_one_alone_is_offered_until_the_next_is_whole(spec: RunSpec, tmp_path: Path) -> None:
+    shelf = CheckpointShelf(tmp_path / "checkpoints", 1)
+    shelf.load(of_log)
+    shelf.make(job(spec, 16))
+    whole = job(spec, 32)
+    offered = []
+
+    def chunks() -> Any:
+        offered.append([c.version for c in shelf.offered])
+        assert shelf.find("v16/model.safetensors") is not None
+        return whole.chunks()
+
+    def broken() -> Any:
+        raise OperatorError("the disk failed")
+
+    with pytest.raises(OperatorError, match="the disk failed"):
+        shelf.make(Job(whole.content, broken, 1.0))
+    assert [c.version for c in shelf.offered] == [16]
+    shelf.make(Job(whole.content, chunks, 1.0))
+    assert offered == [[16]]
+    assert [c.version for c in shelf.offered] == [32]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["v32"]
+
+
+def test_where_the_disk_has_no_room_for_both_the_oldest_goes_first(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shelf = CheckpointShelf(folder, 2)
+    shelf.load(of_log)
+    size = shelf.make(job(spec, 16)).bytes
+    needed = room_needed(spec, 4, fetched=False)
+    disk = SimpleNamespace(free=needed - size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: disk)
+    with pytest.raises(OperatorError, match="MB are free"):
+        shelf.make(job(spec, 32))
+    assert [c.version for c in shelf.offered] == [16], "its going would not have been enough"
+    disk.free += 1
+    shelf.make(job(spec, 32))
+    assert [c.version for c in shelf.offered] == [32]
+
+
+def test_a_folder_that_somebody_removed_is_made_again(spec: RunSpec, tmp_path: Path) -> None:
+    shelf = CheckpointShelf(tmp_path / "checkpoints", 2)
+    shelf.load(of_log)
+    shelf.make(job(spec, 16))
+    shutil.rmtree(tmp_path / "checkpoints")
+    shelf.make(job(spec, 32))
+    assert [c.version for c in shelf.offered] == [32]
+
+
 def test_a_making_that_fails_costs_nothing(spec: RunSpec, tmp_path: Path) -> None:
     shelf = CheckpointShelf(tmp_path / "checkpoints", 2)
-    shelf.load()
+    shelf.load(of_log)
     shelf.make(job(spec, 16))
     whole = job(spec, 32)
 
@@ -142,7 +218,7 @@ def test_a_full_disk_and_too_large_a_model_are_said(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf = CheckpointShelf(tmp_path / "checkpoints", 2)
-    shelf.load()
+    shelf.load(of_log)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
         with pytest.raises(OperatorError, match=r"1,000|0 MB are free.*--checkpoints 0") as caught:
@@ -156,6 +232,21 @@ def test_a_full_disk_and_too_large_a_model_are_said(
 # When one is made.
 
 
+class Log:
+    """One entry a version; a recovery begins another branch."""
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.branch = b""
+        self.cut_at = 0
+
+    def head_at(self, index: int) -> Digest:
+        return head_of(index, self.branch if index > self.cut_at else b"")
+
+    def version_at(self, index: int) -> int:
+        return index
+
+
 class Stage:
     """A witness as the maker sees it."""
 
@@ -165,21 +256,14 @@ class Stage:
         self.said: list[str] = []
         self.evaluated: dict[int, float] = {}
         self.blobs: dict[Digest, bytes] = {}
-        self.keeper = SimpleNamespace(snapshots=(), index=0, params=lambda: PARAMS)
-        self.log = RunLog(cast("Any", bytes(32)), spec)
-        cast("Any", self.log).head_at = lambda _index: Digest(bytes(32))
+        self.keeper = SimpleNamespace(snapshots=())
+        self.log = Log()
         self.state = genesis_state(spec)
         self.shelf = CheckpointShelf(folder / "checkpoints", 3)
-        self.shelf.load()
-        participant = SimpleNamespace(
-            node=self,
-            keeper=self.keeper,
-            blobs=SimpleNamespace(read=self.blobs.__getitem__),
-            setting=SimpleNamespace(run=bytes(32), spec=spec),
-        )
+        self.shelf.load(of_log)
         self.maker = CheckpointMaker(
-            cast("Participant", participant), self.shelf, heard=self.heard,
-            say=lambda _kind, text: self.said.append(text), clock=lambda: self.now,
+            cast("Any", bytes(32)), spec, self.shelf, seen=self.seen, read=lambda digest: self.read(digest),
+            heard=self.heard, say=lambda _kind, text: self.said.append(text), clock=lambda: self.now,
         )  # fmt: skip
 
     @property
@@ -188,7 +272,16 @@ class Stage:
 
     @property
     def index(self) -> int:
-        return int(self.keeper.index)
+        return self.log.index
+
+    def read(self, digest: Digest) -> bytes:
+        return self.blobs[digest]
+
+    def seen(self) -> Seen:
+        finished = self.state.finished
+        return Seen(
+            cast("Any", self.log), finished, (lambda: PARAMS) if finished else None, self.keeper.snapshots
+        )
 
     def heard(self, version: int) -> Heard:
         loss = self.evaluated.get(version)
@@ -196,7 +289,7 @@ class Stage:
 
     def step(self) -> None:
         self.state = msgspec.structs.replace(self.state, version=self.version + 1)
-        self.keeper.index += 1
+        self.log.index += 1
         contributions = cast("Any", ())
         scalars = Scalars(1.0, 1.0, 0.5, 1.0, 0.5)
         content = OuterStep(self.version, 0, contributions, (), (), scalars, 10 * self.version, 1, bytes(32))
@@ -278,7 +371,7 @@ async def test_a_restart_offers_no_version_twice_and_counts_from_the_log_alone(
     again.steps(16)
     await again.maker.look()
     assert again.said == []
-    again.keeper.index = 0
+    again.log.index = 0
     again.state = genesis_state(spec)
     again.steps(32)  # the owner's recovery dropped entries: told from the first on
     await again.maker.look()
@@ -295,13 +388,46 @@ async def test_a_chunk_that_is_gone_is_said_and_not_tried_for_ever(stage: Stage,
 
     stage.evaluated[16] = 1.0
     stage.steps(16)
-    cast("Any", stage.maker._participant).blobs.read = gone
+    cast("Any", stage).read = gone
     await stage.maker.look()
     stage.now += 1000
     await stage.maker.look()
     assert [r.message for r in caplog.records] == ["Version 16 is not offered for download: blob is not here"]
     assert stage.said == []
     assert stage.versions == []
+
+
+async def test_nothing_that_fails_here_ends_the_witness(stage: Stage, caplog: Any) -> None:
+    def fails(_digest: Digest) -> bytes:
+        raise IndexError("a fault of this program")
+
+    stage.evaluated = dict.fromkeys(range(100), 1.0)
+    stage.steps(16)
+    cast("Any", stage).read = fails
+    await stage.maker.look()
+    cast("Any", stage).read = stage.blobs.__getitem__
+    stage.keeper.snapshots = (msgspec.structs.replace(stage.keeper.snapshots[-1], rules=b"?"),)
+    stage.now += 1000
+    await stage.maker.look()
+    await stage.maker.look()
+    said = [r.message for r in caplog.records]
+    assert len(said) == 2, "each once"
+    assert "IndexError" in said[0]
+    assert "MALFORMED" in said[1]
+    stage.steps(16)
+    await stage.maker.look()
+    assert stage.versions == [32]
+
+
+async def test_what_a_recovery_cut_off_is_not_made_before_the_disk_has_heard_of_it(stage: Stage) -> None:
+    stage.evaluated = dict.fromkeys(range(100), 2.5)
+    stage.steps(16)
+    stage.log.index = 10
+    await stage.maker.look()
+    assert stage.versions == []
+    stage.log.branch, stage.log.cut_at, stage.log.index = b"another", 10, 20
+    await stage.maker.look()
+    assert stage.versions == [], "the entry in its place is another one"
 
 
 async def test_versions_that_a_recovery_dropped_are_offered_no_more_and_may_come_again(
@@ -322,6 +448,7 @@ async def test_versions_that_a_recovery_dropped_are_offered_no_more_and_may_come
     assert stage.versions == [16]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["v16"]
     stage.state = msgspec.structs.replace(stage.state, version=20)
+    stage.log.index, stage.log.cut_at, stage.log.branch = 20, 20, b"another"
     stage.steps(12)
     stage.now += limits.checkpoint_interval_s_min
     await stage.maker.look()

@@ -15,13 +15,14 @@ from p2pdiloco.run_spec import Parent, RunSpec, SampleSpec, sign_run_spec
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.signing import Ed25519Signer
 from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.export.kept import spec_in
 from p2pdiloco_node.run_checks import Declared
-from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections, spec_in
+from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections
 
 OWNER = Ed25519Signer(bytes([5]) * 32)
 TINY = tiny_run(OWNER, PeerId(b"w" * 32))
 SPEC: RunSpec = msgspec.structs.replace(
-    TINY.spec, name="poems", samples=SampleSpec(("Once upon",), 32), origin="version 7 of verse",
+    TINY.spec, name="poems", samples=SampleSpec(("Once upon",), 32, (tuple(b"Once upon"),)), origin="version 7 of verse",
     parent=Parent(b"p" * 32, 7, TINY.spec.genesis.params_root), target_version=900,
 )  # fmt: skip
 RUN = TINY.run

@@ -50,7 +50,7 @@ def test_a_public_url_that_is_none_is_refused(public_url: str) -> None:
 def test_who_aggregates_is_said_once_on_the_page(fake_run: Any) -> None:
     """The builder tells it of every node; the witness's own line would only double it."""
     made = tracker("")
-    made.builder = fake_run().builder
+    made.page = cast("Any", SimpleNamespace(builder=fake_run().builder))
     made._said("elected", "this node aggregates in term 1")
     made._said("tracker", "the tracker started")
     assert [e.kind for e in made.builder.events] == ["tracker"]

@@ -16,8 +16,10 @@ from p2pdiloco.wire.log import OwnerEntry
 
 from .builders import NODES, WITNESS, Chain, Parts, header, make_run, owner_word, roots, said, take
 
-A, B, C = NODES[:3]
+A, B, C, D = NODES[:4]
 RUN = make_run(A, B, eval_every=4)
+# Nobody is trusted but for a seat.
+STRANGERS = make_run(A, B, eval_every=4, admission="open", bootstrap_tokens=0, trust_tokens=10**12)
 
 
 def at(
@@ -143,8 +145,26 @@ def acting(
 
 
 def test_the_training_voters_evaluate_at_the_cadence_and_the_next_one_stands_in() -> None:
-    assert acting(4, (A, B, C)) == ([A, B], [C])
-    assert acting(5, (A, B, C)) == ([], [])
+    assert acting(4, (A, B, C), run=STRANGERS) == ([A, B], [C])
+    assert acting(5, (A, B, C), run=STRANGERS) == ([], [])
+
+
+def test_trusted_contributors_make_three_of_two_voters_by_turns() -> None:
+    """A committee of three has two that train: of two losses the mean is shown, and either may move it."""
+    assert acting(4, (A, B, C)) == ([A, B, C], [])
+    third: list[Any] = []
+    for version in (8, 12, 16, 20):
+        at_once, later = acting(version, (A, B, C, D))
+        assert {*at_once} > {A, B}
+        assert {*at_once, *later} == {A, B, C, D}
+        third += {*at_once} - {A, B}
+    assert third in ([C, D, C, D], [D, C, D, C])
+
+
+def test_who_is_trusted_too_little_fills_no_place() -> None:
+    run = make_run(A, B, eval_every=4, admission="open", bootstrap_tokens=0, trust_tokens=64)
+    # Of sixteen steps C made one: it is known, and not trusted.
+    assert acting(16, (*(A, B, D, D) * 3, A, C, B, D), run=run) == ([A, B, D], [C])
 
 
 def test_of_more_voters_three_evaluate_by_turns() -> None:
@@ -163,16 +183,16 @@ def test_the_run_may_ask_for_fewer_evaluators() -> None:
     assert [len(who) for who in acting(8, NODES[:5], run=run)] == [1, 1]
 
 
-def test_where_no_voter_trains_one_contributor_evaluates() -> None:
-    run = make_run(eval_every=4)
+def test_where_no_voter_trains_and_nobody_is_trusted_one_contributor_evaluates() -> None:
+    run = make_run(eval_every=4, admission="open", bootstrap_tokens=0, trust_tokens=10**12)
     chosen = [acting(v, (A, B, C), run=run) for v in (4, 8, 12)]
     assert [(len(at_once), len(later)) for at_once, later in chosen] == [(1, 1)] * 3
     assert len({at_once[0].peer_id for at_once, _ in chosen}) == 3, "they take turns"
 
 
 def test_a_voter_that_trains_no_longer_is_not_waited_for() -> None:
-    run = make_run(A, B, eval_every=4)
-    assert acting(4, (B, C), run=run) == ([B], [C])
+    assert acting(4, (B, C), run=STRANGERS) == ([B], [C])
+    assert acting(4, (B, C)) == ([B, C], [])
 
 
 def test_version_0_is_evaluated_by_the_lowest_name_and_by_somebody_always() -> None:
@@ -186,7 +206,7 @@ def test_version_0_is_evaluated_by_the_lowest_name_and_by_somebody_always() -> N
 
 
 def test_the_last_state_is_evaluated_once() -> None:
-    assert acting(5, (A, B, C), finish=True) == ([A, B], [C])
+    assert acting(5, (A, B, C), finish=True) == ([A, B, C], [])
     p, t = at(5, 5)
     word = owner_word(RUN, "finish")
     p.applied.rules = after_owner(p.applied.rules, word)
@@ -197,7 +217,7 @@ def test_the_last_state_is_evaluated_once() -> None:
 
 def test_what_the_owner_says_of_an_evaluated_version_chooses_nobody_else() -> None:
     """The page counts those whom the version chose first."""
-    p, t = at(4, 4, who=C, senders=(A, B, C))
+    p, t = at(4, 4, who=C, senders=(A, B, C), run=STRANGERS)
     t.installed(p.log.content(4))
     p.applied.rules = msgspec.structs.replace(p.applied.rules, finished=True, committee=make_run(C).committee)
     t.installed(OwnerEntry(owner_word(RUN, "finish"), NO_DIGEST))
@@ -205,7 +225,7 @@ def test_what_the_owner_says_of_an_evaluated_version_chooses_nobody_else() -> No
 
 
 def test_of_a_version_that_is_gone_nobody_stands_in() -> None:
-    p, t = at(4, 4, who=C, senders=(A, B, C))
+    p, t = at(4, 4, who=C, senders=(A, B, C), run=STRANGERS)
     t.installed(p.log.content(4))
     p.ctx.now += 3 * RUN.spec.inner.pass_s
     p.applied.rules = msgspec.structs.replace(p.applied.rules, version=5)

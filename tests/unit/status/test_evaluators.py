@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 
 from p2pdiloco import limits
@@ -261,7 +260,6 @@ def test_only_the_newest_point_names_who_said_what(run):
 
 
 def test_it_chooses_as_the_whole_rules_state_would(run):
-    """It follows the log without peers' sequences and trust; those must not matter."""
     rules = genesis_state(run.spec)
     lean = Evaluators(run.spec, 0.0)
     for v in range(4, 41):
@@ -277,6 +275,5 @@ def test_it_chooses_as_the_whole_rules_state_would(run):
         lean.entry_applied(content, None)
         if isinstance(content, OuterStep) and rules.version % run.spec.eval_every == 0:
             assert lean.chosen(rules.version) == evaluators(rules, run.spec)
-            assert msgspec.structs.replace(rules, peers=()) == lean._rules
             checked += 1
     assert checked == 10

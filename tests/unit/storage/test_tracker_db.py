@@ -117,6 +117,15 @@ async def test_a_file_of_the_build_before_is_taken_over(path: Path) -> None:
         assert (await opened.load()).samples == (samples(8),)
 
 
+async def test_of_which_epoch_the_rows_are_is_saved_with_them(path: Path) -> None:
+    async with TrackerDb(path, RUN) as db:
+        assert (await db.load()).epoch == 0
+        await db.save(versions=[point(1)], epoch=2)
+        await db.save(epoch=3)  # no rows
+    async with TrackerDb(path, RUN) as db:
+        assert (await db.load()).epoch == 2
+
+
 async def test_the_file_is_bounded(path: Path) -> None:
     async with TrackerDb(path, RUN, rows_max=10) as db:
         for v in range(1, 40):
@@ -128,7 +137,7 @@ async def test_the_file_is_bounded(path: Path) -> None:
                 events=[event(str(v))],
             )
         kept = await db.load()
-    assert [len(rows) for rows in kept] == [10, 10, 10, limits.samples_kept, 10]
+    assert [len(rows) for rows in kept[:-1]] == [10, 10, 10, limits.samples_kept, 10]
     assert kept.versions[-1].version == 39
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import InnerSpec, ModelSpec, RunSpec, TensorSpec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
+from p2pdiloco_node.training.families import ModelRefused
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.memory_plan import (
     GIB,
@@ -21,6 +23,7 @@ from p2pdiloco_node.training.memory_plan import (
     amount,
     check,
     in_words,
+    part_sizes,
     plan_memory,
     plan_trainer,
 )
@@ -233,3 +236,21 @@ def test_the_trainer_plans_for_its_ranks() -> None:
         plan_trainer(real("llama:7b"), gpu(80), Wishes(offload="none", checkpointing="off"))
     plan = plan_trainer(real("llama:7b"), gpu(80), Wishes(offload="none", checkpointing="off"), ranks=8)
     assert plan.parallel == "fsdp"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 12, 60, 97, 1000])
+def test_every_size_of_equal_parts_is_tried_once(batch: int) -> None:
+    assert list(part_sizes(batch)) == sorted({-(-batch // n) for n in range(1, batch + 1)}, reverse=True)
+
+
+def test_a_strangers_huge_batch_is_planned_at_once() -> None:
+    """Its parts are counted by their sizes: going through every number of parts would take a day."""
+    assert sum(1 for _ in part_sizes(2**40)) <= 2**21
+    assert sum(1 for _ in part_sizes(limits.sequences_per_step_max)) <= 2**9
+
+
+@pytest.mark.parametrize("config", [b"[]", b"7", b"[" * 16_000, b"\xff", b'{"num_hidden_layers": 1e300}'])
+def test_a_config_that_no_trainer_takes_is_refused_in_words(config: bytes) -> None:
+    spec = msgspec.structs.replace(M110, model=msgspec.structs.replace(M110.model, config=config))
+    with pytest.raises(ModelRefused, match="the model's config"):
+        plan_memory(spec, gpu(80))

@@ -25,15 +25,15 @@ PROMPTS = ("abc", "", "hello world")
 class Raw:
     """Tokens as text, so that nothing is lost in decoding."""
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
     def decode(self, tokens: Any) -> str:
         return " ".join(map(str, tokens))
 
 
 def spec_of(spec: RunSpec, **samples: Any) -> RunSpec:
-    return msgspec.structs.replace(spec, samples=SampleSpec(**({"prompts": PROMPTS, "tokens": 6} | samples)))
+    fields: dict[str, Any] = {"prompts": PROMPTS, "tokens": 6} | samples
+    made = SampleSpec(**fields)
+    encoded = tuple(tuple(prompt.encode()) for prompt in made.prompts)
+    return msgspec.structs.replace(spec, samples=msgspec.structs.replace(made, encoded=encoded))
 
 
 def loop_of(spec: RunSpec, params: Any) -> InnerLoop:
@@ -44,7 +44,8 @@ def loop_of(spec: RunSpec, params: Any) -> InnerLoop:
 
 def write_all(loop: InnerLoop, spec: RunSpec, clock: Any = lambda: 0.0) -> tuple[list[list[int]], int]:
     writes = Continuations(spec, Raw(), loop, clock)
-    turns = next(n for n in range(1, 100) if writes.turn())
+    with loop.under_evaluation():
+        turns = next(n for n in range(1, 100) if writes.turn(clock() + limits.evaluation_slice_s))
     return [[int(t) for t in text.split()] for text in writes.texts()], turns
 
 
@@ -128,7 +129,8 @@ def test_positions_are_bounded_by_the_sequence(tiny: TinyModelRun) -> None:
 
     loop._model.forward = seen
     writes = Continuations(spec, Raw(), loop, lambda: 0.0)
-    assert any(writes.turn() for _ in range(9))
+    with loop.under_evaluation():
+        assert writes.turn(1.0)
     written = writes.texts()[0].split()
     assert longest <= seq_len
     assert 0 < len(written) < seq_len
@@ -140,8 +142,10 @@ def test_texts_are_bounded_and_can_be_sent(tiny: TinyModelRun) -> None:
             return "\ud800" + "𝄞" * 2000
 
     spec = spec_of(tiny.spec)
-    writes = Continuations(spec, Wide(), loop_of(spec, tiny.params), lambda: 0.0)
-    assert any(writes.turn() for _ in range(100))
+    loop = loop_of(spec, tiny.params)
+    writes = Continuations(spec, Wide(), loop, lambda: 0.0)
+    with loop.under_evaluation():
+        assert writes.turn(1.0)
     for text in writes.texts():
         assert len(text) == limits.sample_chars_max
         assert len(text.encode()) <= limits.string_bytes_max

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import digest_of
 from p2pdiloco.run_spec import BYTES, BlobRef, TokenizerSpec
+from p2pdiloco.wire.frames import make_frame
+from p2pdiloco_node.corpus.tokenizer import encode_prompts
 from p2pdiloco_node.training.text_codec import ByteText, JsonText, open_codec
 
 TEXT = "def main(): räksmörgås 𝄞\n\treturn 1\n"
@@ -37,7 +40,7 @@ def json_spec(*pieces: bytes) -> TokenizerSpec:
 
 def test_bytes_come_back_and_broken_letters_are_replaced() -> None:
     codec = open_codec(BYTES, [])
-    assert codec.decode(codec.encode(TEXT)) == TEXT
+    assert codec.decode(list(TEXT.encode())) == TEXT
     assert codec.decode([0xC3]) == "\ufffd"
     assert codec.decode([300, 65]) == "A"
 
@@ -49,25 +52,26 @@ def test_a_tokenizer_that_travelled_in_pieces(tmp_path: Path) -> None:
         paths.append(tmp_path / str(n))
         paths[-1].write_bytes(piece)
     codec = open_codec(json_spec(data[:100], data[100:]), paths)
-    tokens = codec.encode(TEXT)
+    (tokens,) = encode_prompts(json_spec(data), lambda _: make_frame(data), [TEXT])
     assert len(tokens) < len(TEXT.encode())
     assert codec.decode(tokens) == TEXT
 
 
-def test_special_tokens_are_not_found_in_text() -> None:
-    codec = JsonText(small_bpe())
-    assert 0 not in codec.encode("<|endoftext|>")
-    assert codec.decode([0]) == ""
+def test_special_tokens_are_no_text() -> None:
+    assert JsonText(small_bpe()).decode([0]) == ""
 
 
-def test_it_neither_cuts_off_nor_fills_up() -> None:
-    from tokenizers import Tokenizer
-
-    made = Tokenizer.from_buffer(small_bpe())
-    made.enable_truncation(3)
-    made.enable_padding(length=50)
-    codec = JsonText(str(made.to_str()).encode())
-    assert 3 < len(codec.encode(TEXT)) < 50
+def test_nothing_of_a_strangers_tokenizer_is_run_over_text() -> None:
+    """Six replacements make a million letters of one, and an expression may take all memory to be read."""
+    opened = json.loads(small_bpe())
+    ten = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    opened["normalizer"] = {"type": "Sequence", "normalizers": [ten] * 8}
+    codec = JsonText(json.dumps(opened).encode())
+    assert not hasattr(codec, "encode")
+    assert codec._tokenizer.normalizer is None
+    opened["decoder"] = {"type": "Sequence", "decoders": [ten] * 8}
+    with pytest.raises(OperatorError, match="decoder may make text 100,000,000 times as long"):
+        JsonText(json.dumps(opened).encode())
 
 
 codecs = {"bytes": ByteText(), "json": JsonText(small_bpe())}

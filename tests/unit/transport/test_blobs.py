@@ -266,7 +266,7 @@ async def test_peers_that_the_log_knows_are_served_beside_a_crowd_of_strangers(
         # A record may be passed on by anybody: it shows nobody's address.
         await one.client.send(two.peer, PeerRecord(("127.0.0.1",), 1, "one", "node", 2))
         await two.got.get()
-        assert not two.server._known_address("127.0.0.1")
+        assert not two.server.known_address("127.0.0.1")
         await one.client.upload(two.peer, NAME, len(DATA))
         await one.client.send(two.peer, Goodbye("heard from there"))
         await two.got.get()
