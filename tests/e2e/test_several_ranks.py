@@ -21,8 +21,10 @@ from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.codec import encode
 from p2pdiloco_node.training.families import FAMILIES
 from p2pdiloco_node.training.presets import config_bytes, inner_spec
-from tests.unit.training import rank_job
+from tests.e2e import rank_job
 from tests.unit.training.test_families import SEQ, VOCAB, tiny_config
+
+pytestmark = pytest.mark.e2e
 
 
 class Case(msgspec.Struct):
