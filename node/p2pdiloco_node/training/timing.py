@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import tagged_digest
 from p2pdiloco.run_spec import RunSpec
@@ -48,7 +48,7 @@ async def time_inner_steps(
     Raises: OperatorError: a trainer does not start here (torch missing, no memory) or takes too long.
     """
     endless = msgspec.structs.replace(
-        spec, inner=msgspec.structs.replace(spec.inner, inner_steps=2**40, pass_s=86400.0)
+        spec, inner=msgspec.structs.replace(spec.inner, inner_steps=limits.inner_steps_max, pass_s=86400.0)
     )
     begun = asyncio.Barrier(trainers)
     ready = itertools.count(1)
@@ -72,7 +72,8 @@ async def time_inner_steps(
             anchor = Path(folder) / f"anchor-{number}.f32"
             write_array(anchor, params)
             adopt = frames.Adopt(0, 0, spec.target_tokens, str(anchor), sequence=0, reset=False)
-            return group.create_task(_time_one(configure, adopt, first_steps, seconds, nice))
+            said = Path(folder) / f"said-{number}"
+            return group.create_task(_time_one(configure, adopt, first_steps, seconds, nice, said))
 
         try:
             async with asyncio.timeout(START_S_MAX + 4 * seconds), asyncio.TaskGroup() as group:
@@ -94,26 +95,28 @@ async def _time_one(
     first_steps: Callable[[], Awaitable[None]],
     seconds: float,
     nice: int,
+    said: Path,
 ) -> float:
     """`first_steps` is called after the first ones, and returns once all trainers have taken theirs."""
-    process = await asyncio.create_subprocess_exec(
-        *WORKER,
-        str(nice),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=trainer_environment(configure.threads),
-    )
+    with said.open("wb") as words:
+        process = await asyncio.create_subprocess_exec(
+            *WORKER,
+            str(nice),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=words,
+            env=trainer_environment(configure.threads),
+        )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(frames.pack(configure) + frames.pack(adopt))
-        await _next_report(process.stdout)
+        await _next_report(process.stdout, said)
         await first_steps()
-        first = await _next_report(process.stdout)
+        first = await _next_report(process.stdout, said)
         began = time.monotonic()
         while True:
-            report = await _next_report(process.stdout)
+            report = await _next_report(process.stdout, said)
             elapsed = time.monotonic() - began
             if elapsed >= seconds and report.step - first.step >= STEPS_MIN:
                 return elapsed / (report.step - first.step)
@@ -123,13 +126,14 @@ async def _time_one(
         await process.wait()
 
 
-async def _next_report(stream: asyncio.StreamReader) -> frames.Stepped:
+async def _next_report(stream: asyncio.StreamReader, said: Path) -> frames.Stepped:
     while (event := await frames.read_event(stream)) is not None:
         if isinstance(event, frames.Stepped):
             return event
         if isinstance(event, frames.Failed):
             raise OperatorError(f"the trainer does not start: {event.message}", exit_code=6)
-    raise OperatorError(
-        f"the trainer does not start here; see what this says: {Path(sys.executable).name} -m {WORKER[-1]}",
-        exit_code=6,
-    )
+    raise OperatorError(f"the trainer does not start here: {_last_line(said)[:300]}", exit_code=6)
+
+
+def _last_line(said: Path) -> str:
+    return (said.read_text("utf-8", "replace").strip().splitlines() or ["it said nothing"])[-1]
