@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -68,6 +69,7 @@ from p2pdiloco_node.transport.readers import ReaderRoutes
 from p2pdiloco_node.transport.server import Server
 
 log = logging.getLogger("p2pdiloco.node")
+NONCE = re.compile("[0-9a-f]{64}")
 
 
 class Setting(NamedTuple):
@@ -170,8 +172,8 @@ class Participant:
         app.add_routes([web.get("/v1/peers", self._get_peers), web.get("/v1/status", self._get_status)])
         app.add_routes([web.get("/v1/state", self._get_state)])
         readers = ReaderRoutes(
-            setting.run, setting.folder / "journal" / "log", self._shown, server.traffic,
-            local=setting.spec.admission == "local",
+            setting.run, setting.folder / "journal" / "log", lambda: self.journal.rewrites, self._shown,
+            server.traffic, local=setting.spec.admission == "local", known=server.known_address,
         )  # fmt: skip
         app.add_routes([*readers.routes(), *self._more_routes])
         self.listener = await self._stack.enter_async_context(
@@ -406,14 +408,22 @@ class Participant:
             records.append(await self.client.seal(self.own_record))
         return web.Response(body=encode(Peers(tuple(records))), content_type="application/octet-stream")
 
-    async def _get_state(self, _request: web.Request) -> web.Response:
-        """How far this node is: what the owner asks before a rescue. The log proves it, or does not."""
+    async def _get_state(self, request: web.Request) -> web.Response:
+        """How far this node is, sealed: what the owner asks before a rescue. The log proves it, or does not.
+
+        Raises: PeerError MALFORMED, NOT_HERE.
+        """
+        asked = request.query.get("nonce", NO_DIGEST.hex())
+        if NONCE.fullmatch(asked) is None:
+            raise PeerError("MALFORMED", "nonce is 64 hex digits")
         node = self.node
         if node is None or node.roots is None:
             raise PeerError("NOT_HERE", "no state is here yet")
         head = node.log.head_at(node.index)
-        shown = StateShown(node.epoch, node.index, head, *node.roots, node.term, node.votes)
-        return web.Response(body=encode(shown), content_type="application/octet-stream")
+        shown = StateShown(
+            bytes.fromhex(asked), node.epoch, node.index, head, *node.roots, node.term, node.votes
+        )
+        return web.Response(body=await self.client.seal(shown), content_type="application/octet-stream")
 
     own_record: PeerRecord | None = None
 
