@@ -7,7 +7,7 @@ from pathlib import Path
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.config import USAGE
-from p2pdiloco_node.corpus.progress import shown
+from p2pdiloco_node.progress import shown
 from p2pdiloco_node.run_checks import Declared
 from p2pdiloco_node.run_file import Parts
 from p2pdiloco_node.run_new import create_run

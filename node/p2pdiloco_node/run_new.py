@@ -43,10 +43,10 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
 from p2pdiloco_node.corpus import making
 from p2pdiloco_node.corpus.making import Request, make_data
-from p2pdiloco_node.corpus.progress import Quiet, Told
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.ports import Array
+from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_parts, check_run, check_types, replaced
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key

@@ -14,7 +14,7 @@ from p2pdiloco.protocol.actions import Settled
 from p2pdiloco.run_spec import open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
-from p2pdiloco_node.corpus.progress import Quiet
+from p2pdiloco_node.progress import Quiet
 from p2pdiloco_node.owner.fork import fork
 from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.rescue import recover

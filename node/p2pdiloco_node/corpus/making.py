@@ -29,14 +29,14 @@ from p2pdiloco_node.corpus.planning import (
     source_names,
 )
 from p2pdiloco_node.corpus.processes import Processes
-from p2pdiloco_node.corpus.progress import BYTES as IN_BYTES
-from p2pdiloco_node.corpus.progress import Told, amount
 from p2pdiloco_node.corpus.readers import END, Broken, describe
 from p2pdiloco_node.corpus.segments import Counted
 from p2pdiloco_node.corpus.sources import HUB
 from p2pdiloco_node.corpus.token_input import shard_tokens
 from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokenizer, parse_choice
 from p2pdiloco_node.corpus.work import FOLDER, Plan, Taken, Tokenised, Work
+from p2pdiloco_node.progress import BYTES as IN_BYTES
+from p2pdiloco_node.progress import Told, amount
 from p2pdiloco_node.storage.files import make_folder
 
 BLOBS = "blobs"

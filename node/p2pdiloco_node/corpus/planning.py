@@ -14,7 +14,6 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import DataSpec
 from p2pdiloco_node.corpus.held_out import WHOLE
-from p2pdiloco_node.corpus.progress import Told, amount
 from p2pdiloco_node.corpus.sources import HUB, PARQUET, TOKENS, find_inputs
 from p2pdiloco_node.corpus.tables import hub_parts
 from p2pdiloco_node.corpus.token_input import count_tokens
@@ -28,6 +27,7 @@ from p2pdiloco_node.corpus.tokenizer import (
     read_file,
 )
 from p2pdiloco_node.corpus.work import FOLDER, Command, Plan
+from p2pdiloco_node.progress import Told, amount
 
 # Bytes on disk for each byte of text. Cleaned text compressed lightly; tokens by their width: a byte each, or
 # about one for four bytes of text, and some more for other languages; shards are never larger than tokens.

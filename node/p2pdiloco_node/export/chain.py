@@ -20,11 +20,11 @@ from p2pdiloco.wire.envelope import verify_entry
 from p2pdiloco.wire.log import Content, Entry, OuterStep, state_root
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node.progress import Watch
 from p2pdiloco_node.storage import journal
 
 Read = Callable[[int], bytes]
-Watch = Callable[[str, int, int], None]  # what is done, how much of it is, and of how much (0: not known)
-CHECKING = "checking the log"
+CHECKING = "Checking the log"
 
 
 class Share(NamedTuple):
@@ -106,7 +106,7 @@ class Chain:
                     "copy of the run.",
                     RUN,
                 ) from None
-            watch(CHECKING, number, len(entries))
+            watch(CHECKING, number, len(entries), "entries")
         self._made_at: list[int] = [0]  # by version: the index of the entry that made it
         for index in range(1, self._log.index + 1):
             if isinstance(self._log.content(index), OuterStep):

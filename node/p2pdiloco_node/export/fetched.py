@@ -29,9 +29,10 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.contact import NETWORK, fetch_peers, fetch_run_spec
-from p2pdiloco_node.export.chain import Entries, Watch, entries_in
+from p2pdiloco_node.export.chain import Entries, entries_in
 from p2pdiloco_node.export.facts import Evaluation, Heard
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.progress import BYTES, Watch
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.bodies import Pace, read_parts
@@ -46,7 +47,7 @@ TRIES = 4  # of one request, each where the one before broke off
 PAUSE_S = 1.0
 PAGE_BYTES_MAX = 8 * limits.MIB  # the page as JSON: a thousand nodes at 2 KiB
 SNAPSHOTS_BYTES_MAX = limits.snapshots_kept * limits.message_bytes_max + limits.KIB
-LOG, BLOBS = "fetching the log", "fetching"
+LOG, BLOBS = "Fetching the log", "Fetching"
 
 
 class _Point(msgspec.Struct):
@@ -73,6 +74,14 @@ class _Page(msgspec.Struct):
 
     learning: _Learning
     nodes: list[_Row]
+
+
+class _Body:
+    """What came of an answer, and the tag of the content that it is a part of."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.tag = ""
 
 
 class LinkedRun:
@@ -139,14 +148,12 @@ class LinkedRun:
 
     async def entries(self) -> Entries:
         """The log that the host has. Raises: OperatorError."""
-        data = bytearray()
-        await self._get("/v1/log", data, limits.log_fetched_bytes_max)
+        data = await self._get("/v1/log", limits.log_fetched_bytes_max)
         return await asyncio.to_thread(entries_in, BytesIO(data).read, where=f"the log of {self._link.url}")
 
     async def offers(self) -> list[SnapshotOffer]:
         """Snapshots that the host has, not checked yet. Raises: OperatorError."""
-        data = bytearray()
-        await self._get("/v1/snapshots", data, SNAPSHOTS_BYTES_MAX)
+        data = await self._get("/v1/snapshots", SNAPSHOTS_BYTES_MAX)
         try:
             opened = await asyncio.to_thread(
                 decode, bytes(data), Snapshots, bytes_max=SNAPSHOTS_BYTES_MAX
@@ -159,9 +166,8 @@ class LinkedRun:
 
     async def heard(self, version: int) -> Heard:
         """What the tracker's page says of `version`, or of the nearest evaluated one before it."""
-        data = bytearray()
         try:
-            await self._get("/api/status", data, PAGE_BYTES_MAX)
+            data = await self._get("/api/status", PAGE_BYTES_MAX)
             return _heard(bytes(data), version)
         except (OperatorError, msgspec.MsgspecError, RecursionError):
             return Heard()  # a card without these is still a card
@@ -193,7 +199,7 @@ class LinkedRun:
                         await asyncio.sleep(error.retry_after_s or PAUSE_S * 2**failures)
             since = time.monotonic()
             done += 1
-            self._watch(f"{BLOBS} {what}", done, len(wanted))
+            self._watch(f"{BLOBS} {what}", done, len(wanted), "blobs")
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -202,19 +208,17 @@ class LinkedRun:
         except* OperatorError as failed:
             raise failed.exceptions[0] from None
 
-    async def _get(self, path: str, data: bytearray, bytes_max: int) -> None:
-        """Append the answer's body to `data`; where it breaks off it is gone on with.
+    async def _get(self, path: str, bytes_max: int) -> bytearray:
+        """An answer's body; where it breaks off it is gone on with, as long as it is the same content.
 
         Raises: OperatorError.
         """
-        why = "no answer"
+        body, why = _Body(), "no answer"
         for number in range(TRIES):
             if number:
                 await asyncio.sleep(PAUSE_S)
             try:
-                if await self._get_once(path, data, bytes_max):
-                    return
-                why = "busy"
+                return await self._get_once(path, body, bytes_max)
             except (aiohttp.ClientError, TimeoutError, OSError, PeerError, ValueError) as error:
                 why = str(error) or type(error).__name__
             except TransportError as error:
@@ -227,8 +231,10 @@ class LinkedRun:
             NETWORK,
         )
 
-    async def _get_once(self, path: str, data: bytearray, bytes_max: int) -> bool:
-        headers = {"Range": f"bytes={len(data)}-"} if data else {}
+    async def _get_once(self, path: str, body: _Body, bytes_max: int) -> bytearray:
+        """Raises: TransportError, PeerError, what aiohttp raises; `body` keeps what came."""
+        data = body.data
+        headers = {"Range": f"bytes={len(data)}-", "If-Range": body.tag} if data and body.tag else {}
         async with self._session.get(
             f"{self._link.url}{path}", headers=headers, allow_redirects=False
         ) as answer:  # fmt: skip
@@ -237,8 +243,9 @@ class LinkedRun:
             if answer.status not in (200, 206):
                 said = await read_refusal(answer)
                 raise TransportError(f"answered {answer.status} {str(said.get('reason', ''))[:40]}".strip())
-            if answer.status == 200:
+            if answer.status == 200:  # from the beginning: a log, say, that was cut meanwhile
                 data.clear()
+                body.tag = answer.headers.get("ETag", "")
             length = answer.content_length
             encoded = answer.headers.get("Content-Encoding", "identity").lower() != "identity"
             if length is None or encoded:
@@ -249,8 +256,8 @@ class LinkedRun:
             async for part in read_parts(answer.content, length, Pace().for_size(length)):
                 data += part
                 if path == "/v1/log":
-                    self._watch(LOG, len(data), total)
-            return True
+                    self._watch(LOG, len(data), total, BYTES)
+            return data
 
 
 def _not_fetched(what: str, donors: Sequence[PeerId], error: TransportError) -> OperatorError:

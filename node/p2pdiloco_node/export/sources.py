@@ -26,9 +26,10 @@ from p2pdiloco_node.export.certified import (
     tokenizer_bytes,
     wanted_version,
 )
-from p2pdiloco_node.export.chain import Chain, Watch
+from p2pdiloco_node.export.chain import Chain
 from p2pdiloco_node.export.facts import Heard, Origin
 from p2pdiloco_node.export.fetched import LinkedRun
+from p2pdiloco_node.progress import Watch
 from p2pdiloco_node.storage.files import Files, guarded, make_folder
 
 DELTAS, CHUNKS, TEXTS = "deltas", "chunks of the model", "tokenizer and held-out text"

@@ -22,7 +22,7 @@ from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.envelope import verify_entry
 from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.signing import verify_ed25519
-from p2pdiloco_node.corpus.progress import Told
+from p2pdiloco_node.progress import Told
 from p2pdiloco_node.storage import journal
 from p2pdiloco_node.transport.bodies import Pace, read_parts
 from p2pdiloco_node.transport.http_session import retry_after_s

@@ -23,12 +23,12 @@ from p2pdiloco.wire.frames import open_frame
 from p2pdiloco_node.corpus import making, readers, reading, streams
 from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.processes import Stopped
-from p2pdiloco_node.corpus.progress import Quiet
 from p2pdiloco_node.corpus.readers import Batch, Format, Part, read_part
 from p2pdiloco_node.corpus.sources import Input
 from p2pdiloco_node.corpus.streams import cannot_read
 from p2pdiloco_node.corpus.tokenizer import JsonTokens
 from p2pdiloco_node.corpus.work import Work
+from p2pdiloco_node.progress import Quiet
 
 WORDS = [
     "one",

@@ -14,7 +14,7 @@ from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.corpus.progress import Quiet
+from p2pdiloco_node.progress import Quiet
 from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.log_reader import LogReader
 from p2pdiloco_node.owner.seen_run import Host, SeenRun, link_of

@@ -18,8 +18,8 @@ from p2pdiloco.wire.envelope import seal
 from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.messages import StateShown
 from p2pdiloco.wire.signing import Ed25519Signer
-from p2pdiloco_node.corpus.progress import Quiet
 from p2pdiloco_node.owner.seen_run import Host, SeenRun
+from p2pdiloco_node.progress import Quiet
 from p2pdiloco_node.storage.journal import DiskJournal
 from p2pdiloco_node.transport.answers import faults_as_answers
 from p2pdiloco_node.transport.guards import Strikes

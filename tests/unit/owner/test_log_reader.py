@@ -14,8 +14,8 @@ from p2pdiloco.ids import NO_DIGEST
 from p2pdiloco.rules.state import after_entry, genesis_state
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee, OwnerEntry, OwnerWord
-from p2pdiloco_node.corpus.progress import Quiet
 from p2pdiloco_node.owner.log_reader import LogReader
+from p2pdiloco_node.progress import Quiet
 from p2pdiloco_node.storage import journal
 from tests.unit.protocol.builders import NODES, Chain, certify, make_run, recover
 

@@ -11,10 +11,10 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import NO_DIGEST, PeerId, RunId
 from p2pdiloco.rules.state import after_entry
 from p2pdiloco.wire.log import Committee, OwnerEntry
-from p2pdiloco_node.corpus.progress import Quiet
 from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.seen_run import SeenRun
 from p2pdiloco_node.owner.words import Followed, Wanted, _signed, say_word
+from p2pdiloco_node.progress import Quiet
 from tests.unit.protocol.builders import NODES, OWNER, Chain, make_run, recover
 
 from .conftest import Swarm
