@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from transformers import DynamicCache
 
@@ -31,6 +30,7 @@ from p2pdiloco_node.training.losses import CausalLoss, Losses
 from p2pdiloco_node.training.machine import Machine, free_disk
 from p2pdiloco_node.training.memory_plan import Offload
 from p2pdiloco_node.training.models import checkpoint_layers, give_memory, outline_of, tensor_layout, views
+from p2pdiloco_node.training.ram import ram
 
 Floats = npt.NDArray[np.float32]
 
@@ -53,8 +53,7 @@ def torch_machine(device: str, folder: str) -> Machine:
     gpu_bytes, name = None, ""
     if device.startswith("cuda"):
         gpu_bytes, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
-    ram_bytes = psutil.virtual_memory().total
-    return Machine(name, gpu_bytes, ram_bytes, free_disk(Path(folder)), folder)
+    return Machine(name, gpu_bytes, ram().total, free_disk(Path(folder)), folder)
 
 
 def set_threads(threads: int) -> None:
