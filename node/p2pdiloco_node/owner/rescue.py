@@ -23,8 +23,8 @@ from p2pdiloco.rules.rescue import may_sit, recovery_entry, refuses_rescue, resc
 from p2pdiloco.rules.state import RulesState, rules_digest, trust_of
 from p2pdiloco.wire.log import Body, Committee, Entry, body_digest, open_body, state_root
 from p2pdiloco.wire.messages import Entries, StateShown
+from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.owner.ledger import Ledger, Signed
-from p2pdiloco_node.owner.log_reader import LogReader
 from p2pdiloco_node.owner.seen_run import SeenRun
 from p2pdiloco_node.owner.telling import Teller
 from p2pdiloco_node.owner.words import find_peer, owner_of

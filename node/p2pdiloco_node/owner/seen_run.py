@@ -28,12 +28,11 @@ from p2pdiloco.wire.messages import PeerRecord, StateShown
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.config import HostPort, JoinLink, parse_join
 from p2pdiloco_node.contact import fetch_peers, fetch_run_spec
-from p2pdiloco_node.owner.log_reader import LogReader
+from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.progress import Told
+from p2pdiloco_node.run_folder import ADDRESS, RUN, SPEC, WITNESS
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.http_session import read_capped
-
-SPEC, ADDRESS = "spec.bin", "address.json"
 
 
 class Host(NamedTuple):
@@ -54,11 +53,11 @@ def link_of(words: str) -> JoinLink:
     if "://" in words or not folder.is_dir():
         return parse_join(words)
     run: RunId | None = None
-    for spec in (folder / SPEC, folder / "run" / SPEC):
+    for spec in (folder / SPEC, folder / RUN / SPEC):
         if spec.is_file():
             with suppress(PeerError, OSError):
                 run, _ = open_run_spec(spec.read_bytes(), verify_ed25519)
-    for place in (folder / "witness", folder / "run" / "witness", folder):
+    for place in (folder / WITNESS, folder / RUN / WITNESS, folder):
         with suppress(OSError, ValueError, KeyError, TypeError):
             return JoinLink(str(json.loads((place / ADDRESS).read_text())["url"]), run)
     raise OperatorError(
@@ -95,7 +94,9 @@ class SeenRun:
 
     def reader(self, url: str) -> LogReader:
         """Of another host's log; what it read becomes this run's where it is put in the place of `tail`."""
-        return LogReader(self.session, self.run, self.spec, url, self.told)
+        return LogReader(
+            self.session, self.run, self.spec, url, self.told.progress, advice="--peers HOST:PORT"
+        )
 
     async def meet(self) -> None:
         """Who is there, from everybody who was named. Raises: TransportError where nobody says."""

@@ -13,10 +13,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from safetensors.numpy import load_file
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.messages import SnapshotOffer
-from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.export import command, fetched
 from p2pdiloco_node.export.command import Options, export
 from p2pdiloco_node.ports import Purpose
@@ -35,6 +35,7 @@ def quiet(*_: object) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "full_config", lambda *_: None)
     monkeypatch.setattr(fetched, "PAUSE_S", 0.0)
+    monkeypatch.setattr(limits, "log_retry_s", 0.0)
 
 
 @pytest.fixture
@@ -154,42 +155,6 @@ async def test_a_log_that_breaks_off_is_gone_on_with(serve: Serve, kept_run: Mak
     url = await serve(run, change)
     assert same(await exported(url, tmp_path / "out"), run, 2)
     assert asked == [None, None]
-
-
-class Breaks(web.Response):
-    """Half of the body, and the connection is gone."""
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        assert isinstance(self.body, bytes)
-        assert self._req is not None
-        await super(web.Response, self).write(self.body[: len(self.body) // 2])
-        assert self._req.transport is not None
-        self._req.transport.close()
-
-
-@pytest.mark.parametrize("cut", [False, True])
-async def test_what_broke_off_is_gone_on_with_only_where_it_is_the_same(tmp_path: Path, cut: bool) -> None:
-    """A recovery may cut a log between two tries; half of each would be a log of neither."""
-    old, new = b"first half" + b"second one", b"another log, longer than the first"
-    asked: list[tuple[str | None, str | None]] = []
-
-    async def log(request: web.Request) -> web.Response:
-        asked.append((request.headers.get("Range"), request.headers.get("If-Range")))
-        if len(asked) == 1:
-            return Breaks(body=old, headers={"ETag": '"a"'})
-        if cut:
-            return web.Response(body=new, headers={"ETag": '"b"'})
-        return web.Response(body=old[10:], status=206, headers={"ETag": '"a"'})
-
-    app = web.Application()
-    app.add_routes([web.get("/v1/log", log)])
-    server = TestServer(app)
-    await server.start_server()
-    link = JoinLink(f"http://127.0.0.1:{server.port}", None)
-    async with fetched.LinkedRun(link, tmp_path, quiet) as linked:
-        assert bytes(await linked._get("/v1/log", 1000)) == (new if cut else old)
-    assert asked == [(None, None), ("bytes=10-", '"a"')]
-    await server.close()
 
 
 async def test_another_run_is_refused(serve: Serve, kept_run: Make, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.progress import Quiet
+from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.owner.ledger import Ledger, Signed
-from p2pdiloco_node.owner.log_reader import LogReader
 from p2pdiloco_node.owner.seen_run import Host, SeenRun, link_of
 from p2pdiloco_node.owner.words import find_peer
+from p2pdiloco_node.progress import Quiet
 
 RUN = RunId(b"r" * 32)
 
@@ -48,7 +48,7 @@ def seen_with(**names: str) -> SeenRun:
     peers = {name: PeerId(bytes.fromhex(start.ljust(64, "0"))) for name, start in names.items()}
     seen.hosts = {peer: Host(peer, name, witness=False, urls=()) for name, peer in peers.items()}
 
-    seen.tail = LogReader(cast("Any", None), tiny.run, tiny.spec, "http://x", Quiet())
+    seen.tail = LogReader(cast("Any", None), tiny.run, tiny.spec, "http://x", Quiet().progress, advice="")
     return seen  # type: ignore[no-any-return]
 
 

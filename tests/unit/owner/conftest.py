@@ -42,6 +42,7 @@ class Served:
         self.told: list[bytes] = []
         self.on_told: Callable[[], object] = lambda: None
         self.logs_asked = 0
+        self.change: Callable[[web.Request, bytes], bytes] | None = None  # what it sends of what it announces
         self.over = asyncio.Event()
         self.url = ""
 
@@ -66,6 +67,20 @@ class Served:
         self.shows = StateShown(bytes(32), epoch, index, b"h" * 32, b"p" * 32, b"m" * 32, 7, votes=True)
         return self
 
+    async def _changed(
+        self, request: web.Request, change: Callable[[web.Request, bytes], bytes]
+    ) -> web.StreamResponse:
+        data = self.path.read_bytes()
+        wanted = request.headers.get("Range")
+        answer = web.StreamResponse(status=206 if wanted else 200)
+        first = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
+        answer.content_length = len(data) - first
+        await answer.prepare(request)
+        await answer.write(change(request, data[first:]))
+        assert request.transport is not None
+        request.transport.close()
+        return answer
+
     def app(self) -> web.Application:
         app = web.Application(middlewares=[faults_as_answers(Strikes(lambda: 0.0))])
         readers = ReaderRoutes(
@@ -74,6 +89,8 @@ class Served:
 
         async def slow_log(request: web.Request) -> web.StreamResponse:
             self.logs_asked += 1
+            if self.change is not None:
+                return await self._changed(request, self.change)
             if not self.slow:
                 return await readers._get_log(request)
             answer = web.StreamResponse()

@@ -22,7 +22,7 @@ from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.envelope import verify_entry
 from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.signing import verify_ed25519
-from p2pdiloco_node.progress import Told
+from p2pdiloco_node.progress import BYTES, Watch
 from p2pdiloco_node.storage import journal
 from p2pdiloco_node.transport.bodies import Pace, read_parts
 from p2pdiloco_node.transport.http_session import retry_after_s
@@ -38,12 +38,21 @@ class LogReader:
     """`log` and the rules states are those of the entries read so far."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, run: RunId, spec: RunSpec, url: str, told: Told
+        self,
+        session: aiohttp.ClientSession,
+        run: RunId,
+        spec: RunSpec,
+        url: str,
+        watch: Watch,
+        *,
+        advice: str,
     ) -> None:
+        """`advice`: how another host is named, where this one is no use."""
         self._session = session
         self._run, self._spec = run, spec
         self._url = url
-        self._told = told
+        self._watch = watch
+        self._advice = advice
         self._begin()
 
     def _begin(self) -> None:
@@ -53,6 +62,7 @@ class LogReader:
         self._newest = b""  # the frame of the newest entry
         self._newest_at = 0  # its first byte in the host's file
         self._read_to_end = False
+        self.damaged = False  # behind its newest entry; nobody knows how it goes on
 
     def rules_at(self, index: int) -> RulesState:
         """After the entry at `index`."""
@@ -67,14 +77,20 @@ class LogReader:
     async def catch_up(self, *, to: int | None = None) -> None:
         """Read what is new, up to the entry at `to` where one is given.
 
-        Raises: OperatorError: it does not come, or does not verify.
+        Raises: OperatorError: it does not come, does not verify, or is damaged.
         """
+        await self.read(to)
+        if self.damaged:
+            raise self._bad(f"what follows entry {self.log.index} is damaged")
+
+    async def read(self, to: int | None = None) -> None:
+        """As `catch_up`, and where the host's file is damaged, what stands before that."""
         why = ""
         for number in range(TRIES):
             if number:
                 await asyncio.sleep(limits.log_retry_s)
             try:
-                return await self._read(to)
+                return await self._read_on(to)
             except _OtherLog:
                 self._begin()
                 why = "it changed while it was read"
@@ -84,12 +100,12 @@ class LogReader:
             except (aiohttp.ClientError, TimeoutError, OSError, PeerError, ValueError) as error:
                 why = str(error) or type(error).__name__
         raise OperatorError(
-            f"{self._url}/v1/log did not come ({why}): try again later, or name another node of the run with "
-            "--peers HOST:PORT.",
+            f"{self._url}/v1/log did not come ({why}): it may be overloaded, or run an older build; try "
+            f"again later, or name another node of the run with {self._advice}.",
             NETWORK,
         )
 
-    async def _read(self, to: int | None) -> None:
+    async def _read_on(self, to: int | None) -> None:
         """Raises: _OtherLog, OperatorError, TransportError, PeerError, what aiohttp raises."""
         headers = {"Range": f"bytes={self._newest_at}-"} if self._newest else {}
         url = f"{self._url}/v1/log"
@@ -103,8 +119,11 @@ class LogReader:
             if answer.status != (206 if self._newest else 200):
                 raise TransportError(f"answered {answer.status}")
             length = answer.content_length
-            if length is None or not 0 < length <= limits.log_fetched_bytes_max:
-                raise TransportError(f"an answer of {length} bytes")
+            encoded = answer.headers.get("Content-Encoding", "identity").lower() != "identity"
+            if length is None or encoded:
+                raise TransportError("an answer without a length, or encoded")
+            if not 0 < length <= limits.log_fetched_bytes_max:
+                raise TransportError(f"an answer of {length} bytes, at most {limits.log_fetched_bytes_max}")
             await self._take(answer.content, length, to)
 
     async def _take(self, content: aiohttp.StreamReader, length: int, to: int | None) -> None:
@@ -120,7 +139,7 @@ class LogReader:
                 if not waiting.startswith(known):
                     if self._newest:
                         raise _OtherLog
-                    raise self._bad("no log")
+                    raise OperatorError(f"{self._url}/v1/log is not a p2pdiloco log.", RUN)
                 compared = True
                 del waiting[: len(known)]
                 first += len(known)
@@ -132,8 +151,8 @@ class LogReader:
                 self._newest, self._newest_at = frame, first + used - len(frame)
             first += used
             del waiting[:used]
-            self._told.progress("Checking the log", came, length, "bytes")
-            if to is not None and self.log.index >= to:
+            self._watch("Reading the log", came, length, BYTES)
+            if self.damaged or (to is not None and self.log.index >= to):
                 return
         self._read_to_end = True  # but for an entry that is being written
 
@@ -144,7 +163,11 @@ class LogReader:
         """
         used, frame = 0, b""
         while to is None or self.log.index < to:
-            found = journal.next_frame(data, used)
+            try:
+                found = journal.next_frame(data, used)
+            except PeerError:
+                self.damaged = True
+                break
             if found is None:
                 break
             payload = found[journal.FRAME_HEAD_BYTES :]
@@ -162,7 +185,7 @@ class LogReader:
 
     def _bad(self, why: str) -> OperatorError:
         return OperatorError(
-            f"the log of {self._url} does not verify: {why}. Name another node of the run with --peers "
-            "HOST:PORT.",
+            f"The log of {self._url} does not verify: {why}. Nothing of it is used; name another node of the "
+            f"run with {self._advice}.",
             RUN,
         )
