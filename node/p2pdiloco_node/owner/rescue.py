@@ -117,9 +117,8 @@ async def _find(seen: SeenRun, wait_s: float) -> Found:
     """
     began, before = time.monotonic(), (-1, -1, 0)
     look = _Look(seen, strangers_until=began + wait_s / 4, until=began + wait_s)
-    with suppress(
-        OperatorError, TimeoutError
-    ):  # whoever was named may be gone; its log says best whom the run trusts
+    # Whoever was named may be gone; if not, its log says best whom the run trusts.
+    with suppress(OperatorError, TimeoutError):
         async with asyncio.timeout(wait_s):
             await seen.catch_up()
     while True:
@@ -337,7 +336,7 @@ async def _carry(seen: SeenRun, entry: Entry, committee: Committee, wait_s: floa
             await teller.tell(seen.hosts.values(), message, body.epoch)
             again = now + SAID_AGAIN_S
         states = await seen.states()
-        following = await _following(seen, entry, committee, states)
+        following = await _following(seen, entry, committee, states, until)
         seen.told.progress(
             f"Waiting for the new committee ({len(following & set(committee.members))} of {committee.size})",
             min(wait_s, wait_s - (until - now)), wait_s, "s",
@@ -355,7 +354,9 @@ async def _carry(seen: SeenRun, entry: Entry, committee: Committee, wait_s: floa
         await asyncio.sleep(POLL_S)
 
 
-async def _following(seen: SeenRun, entry: Entry, committee: Committee, states: States) -> set[PeerId]:
+async def _following(
+    seen: SeenRun, entry: Entry, committee: Committee, states: States, until: float
+) -> set[PeerId]:
     """Who shows that this recovery is in its log, and not another one of the same number.
 
     Raises: OperatorError: a voter's log has another.
@@ -372,7 +373,7 @@ async def _following(seen: SeenRun, entry: Entry, committee: Committee, states: 
             if not _is_on(seen.tail.log, shown):
                 reader = seen.reader(url)
                 with suppress(OperatorError, TimeoutError):
-                    async with asyncio.timeout(limits.body_timeout_s / 10):
+                    async with asyncio.timeout(max(1.0, until - time.monotonic())):
                         await reader.catch_up(to=shown.index)
                 if not _is_on(reader.log, shown):
                     continue  # not now

@@ -40,6 +40,10 @@ async def look(swarm: Swarm, run: Run, *, strangers_s: float = 0.3, all_s: float
     return _Look(swarm.seen(run), strangers_until=now + strangers_s, until=now + all_s)
 
 
+def soon() -> float:
+    return time.monotonic() + 20.0
+
+
 # Who is there
 
 
@@ -168,7 +172,7 @@ async def test_who_follows_is_told_by_the_log_and_not_by_a_number(swarm: Swarm, 
     (await swarm.serve(RUN, A)).has(with_recovery(mine, 2, count))
     (await swarm.serve(RUN, B)).has(base)  # in the epoch before
     seen = swarm.seen(RUN)
-    assert await _following(seen, mine, new, await seen.states()) == {A.peer_id}
+    assert await _following(seen, mine, new, await seen.states(), soon()) == {A.peer_id}
 
 
 @pytest.mark.parametrize("count", [0, 3], ids=["at the recovery", "further on"])
@@ -183,7 +187,7 @@ async def test_another_recovery_of_the_same_key_is_said(
     (await swarm.serve(RUN, A)).has(with_recovery(other, 2, count))
     seen = swarm.seen(RUN)
     with pytest.raises(OperatorError, match=sentence):
-        await _following(seen, mine, new, await seen.states())
+        await _following(seen, mine, new, await seen.states(), soon())
 
 
 async def test_a_claim_to_follow_another_recovery_proves_nothing(swarm: Swarm) -> None:
@@ -191,7 +195,7 @@ async def test_a_claim_to_follow_another_recovery_proves_nothing(swarm: Swarm) -
     mine = recovery(base.log, base.state, 2, new)
     (await swarm.serve(RUN, A)).has(base).claims(epoch=1, index=3)
     seen = swarm.seen(RUN)
-    assert await _following(seen, mine, new, await seen.states()) == set()
+    assert await _following(seen, mine, new, await seen.states(), soon()) == set()
 
 
 async def test_a_recovery_is_signed_told_and_followed(swarm: Swarm) -> None:
