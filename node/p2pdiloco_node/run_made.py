@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco_node.config import USAGE
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco_node.progress import shown
 from p2pdiloco_node.run_checks import Declared
 from p2pdiloco_node.run_file import Parts

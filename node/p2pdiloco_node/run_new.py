@@ -25,6 +25,7 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
@@ -41,13 +42,12 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
-from p2pdiloco_node.corpus import making
-from p2pdiloco_node.corpus.making import Request, make_data
+from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
-from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_parts, check_run, check_types, replaced
+from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training.model_choice import choose_model
@@ -55,9 +55,7 @@ from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import make_version_0
 
-SPEC_FILE = "spec.bin"
-BLOBS = making.BLOBS
-WITNESS_KEY = "witness.key"
+TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # full ones; of an open run
 
 
 class Draft(NamedTuple):
@@ -117,11 +115,11 @@ async def create_run(
     files, told = Files(), told or Quiet()
     declared = declared or Declared()
     if not 1 <= len(name) <= limits.name_chars_max:
-        raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=2)
+        raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=USAGE)
     if admission not in {"local", "open"}:
-        raise OperatorError(f"admission is local or open, not {admission!r}.", exit_code=2)
+        raise OperatorError(f"admission is local or open, not {admission!r}.", exit_code=USAGE)
     if not 0 <= target_version <= limits.run_versions_max:
-        raise OperatorError(f"--outer-steps is 0 to {limits.run_versions_max}.", exit_code=2)
+        raise OperatorError(f"--outer-steps is 0 to {limits.run_versions_max}.", exit_code=USAGE)
     choice = choose_model(model, seq_len=seq_len)
     inner_loop = replaced(choice.inner_spec(target_tokens), inner or {}, "inner")
     if "warmup_tokens" not in (inner or {}):
@@ -134,7 +132,7 @@ async def create_run(
     step_tokens = choice.seq_len * inner_loop.sequences_per_step
     asked = replaced(SampleSpec(), samples or {}, "samples")
     check_parts(inner_loop, outer_step, seats, target_tokens, target_version, step_tokens)
-    _check_folder(out)
+    check_folder(out)
     words = tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
     request = Request(data, text_key, words, eval_per_source, seed or 0, jobs, choice.seq_len)
     # A call that is refused leaves no folder and no key behind.
@@ -179,9 +177,9 @@ async def create_run(
         committee=msgspec.structs.replace(seats, genesis=Committee(witness.peer_id, ())),
         genesis=await asyncio.to_thread(_write_genesis, params, put),
         admission=admission,
-        # Open runs: a newcomer is trusted after sixteen full passes; everybody is for the first sixty-four.
-        trust_tokens=0 if admission == "local" else 16 * of_a_pass,
-        bootstrap_tokens=0 if admission == "local" else 64 * of_a_pass,
+        # Open runs: a newcomer is trusted after some full passes; everybody is for the first ones.
+        trust_tokens=0 if admission == "local" else TRUSTED_PASSES * of_a_pass,
+        bootstrap_tokens=0 if admission == "local" else BOOTSTRAP_PASSES * of_a_pass,
         target_tokens=target_tokens,
         target_version=target_version,
         eval_every=eval_every,
@@ -212,8 +210,8 @@ async def create_run(
     for warning in check_run(spec, declared):
         told.say(warning)
     signed = sign_run_spec(spec, owner)
-    await asyncio.to_thread(replace_file, files, out / SPEC_FILE, signed)
-    await asyncio.to_thread(making.forget_work, out)
+    await asyncio.to_thread(replace_file, files, out / SPEC, signed)
+    await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
 
 
@@ -241,15 +239,15 @@ def _write_genesis(params: Array, put: Callable[[Digest, memoryview], None]) -> 
     return Genesis(chunks(params), chunks(np.zeros_like(params)))
 
 
-def _check_folder(out: Path) -> None:
-    """A run is never overwritten; what an interrupted call left behind is taken up."""
-    if (out / SPEC_FILE).exists():
+def check_folder(out: Path) -> None:
+    """A run is never overwritten; what an interrupted call left behind is taken up. Raises: OperatorError."""
+    if (out / SPEC).exists():
         raise OperatorError(f"{out} already holds a run; choose another folder with --out.")
     if not out.exists():
         return
     if not out.is_dir():
         raise OperatorError(f"{out} is not a folder; choose another with --out.")
-    known = {BLOBS, WITNESS_KEY, FOLDER}
+    known = {BLOBS, WITNESS_KEY, MAKING}
     others = sorted(p.name for p in guarded(lambda: list(out.iterdir()), out) if p.name not in known)
     if others:
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import RUN, USAGE
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.frames import open_frame
 from p2pdiloco_node.config import parse_join
@@ -31,7 +32,6 @@ from p2pdiloco_node.progress import BYTES, Watch, shown
 from p2pdiloco_node.storage.files import Files, guarded
 from p2pdiloco_node.training.supervisor import trainer_environment
 
-USAGE = 2  # exit code
 HELD_OUT = "held-out.npy"
 WRITING = "Writing the model"
 FETCHED, MADE = "fetched", "made"  # in the temporary folder
@@ -157,7 +157,7 @@ def _held_out(spec: RunSpec, frame: bytes) -> bytes:
         raw = open_frame(frame, width * count)
     except PeerError as error:
         raise OperatorError(
-            f"The run's held-out text is not what its RunSpec says ({error}): tell the owner of the run.", 5
+            f"The run's held-out text is not what its RunSpec says ({error}): tell the owner of the run.", RUN
         ) from None
     file = io.BytesIO()
     np.lib.format.write_array(file, np.frombuffer(raw, f"<u{width}"))

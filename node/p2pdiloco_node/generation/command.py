@@ -19,6 +19,7 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco_node.export.command import Options as ExportOptions
 from p2pdiloco_node.export.command import export
 from p2pdiloco_node.export.hf_folder import CONFIG, FACTS
@@ -26,7 +27,6 @@ from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request
 from p2pdiloco_node.progress import shown as progress_shown
 from p2pdiloco_node.training.supervisor import trainer_environment
 
-USAGE, RESOURCES = 2, 6  # exit codes
 WORKER = (sys.executable, "-P", "-m", "p2pdiloco_node.generation.worker")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 SEED_MAX = 2**63 - 1

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node import __version__
-from p2pdiloco_node.config import USAGE, JoinLink, parse_peers
+from p2pdiloco_node.config import JoinLink, parse_peers
 from p2pdiloco_node.export.kept import spec_in
 from p2pdiloco_node.owner.fork import fork
 from p2pdiloco_node.owner.rescue import recover

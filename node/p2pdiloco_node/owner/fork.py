@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import Digest, RunId, digest_of, merkle_root
 from p2pdiloco.run_spec import (
     FORMAT,
@@ -35,10 +36,9 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
-from p2pdiloco_node.config import USAGE, JoinLink
+from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.corpus.making import Request, make_data
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
-from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import Certified
 from p2pdiloco_node.export.fetched import LinkedRun
@@ -46,11 +46,12 @@ from p2pdiloco_node.export.sources import Found, from_folder, from_link
 from p2pdiloco_node.progress import Told, Watch
 from p2pdiloco_node.run_checks import Declared, check_run, check_types, replaced
 from p2pdiloco_node.run_file import Parts
+from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
+from p2pdiloco_node.run_new import BOOTSTRAP_PASSES, TRUSTED_PASSES, check_folder
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 
-SPEC_FILE, BLOBS_FOLDER, WITNESS_KEY, FETCHED = "spec.bin", "blobs", "witness.key", "fetched"
-TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # of an open run, as `run new` has them
+FETCHED = "fetched"
 # What a fork cannot have otherwise: the model and its tokenizer are the parent's.
 FIXED = {"model": ("model", "seed"), "data": ("tokenizer",)}
 
@@ -80,7 +81,7 @@ async def fork(
             if key in parts[table]:
                 raise OperatorError(f"{key} is the parent's in a fork: leave [{table}] {key} out.", USAGE)
     check_folder(out)
-    files, work = Files(), out / FOLDER / FETCHED
+    files, work = Files(), out / MAKING / FETCHED
     watch = told.progress
     if isinstance(source, Path):
         found = await asyncio.to_thread(from_folder, source, version, watch, held_out=False)
@@ -88,10 +89,10 @@ async def fork(
         await asyncio.to_thread(make_folder, files, work)
         found = await from_link(source, work, version, watch, value_bytes=4, held_out=False)
     parent = found.origin.spec
-    make_folder(files, out / BLOBS_FOLDER)
+    make_folder(files, out / BLOBS)
 
     def put(digest: Digest, data: bytes | memoryview) -> None:
-        path = out / BLOBS_FOLDER / digest.hex()
+        path = out / BLOBS / digest.hex()
         if not path.exists():
             replace_file(files, path, data)
 
@@ -108,7 +109,7 @@ async def fork(
     owner = load_or_make_key(owner_key, files)
     spec = _spec(found, parts, data, genesis, told)
     prompts = await asyncio.to_thread(
-        encode_prompts, data.tokenizer, lambda digest: (out / BLOBS_FOLDER / digest.hex()).read_bytes(),
+        encode_prompts, data.tokenizer, lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
         spec.samples.prompts,
     )  # fmt: skip
     spec = msgspec.structs.replace(
@@ -117,21 +118,9 @@ async def fork(
     )  # fmt: skip
     check_types(spec)
     warnings = check_run(spec, declared)
-    await asyncio.to_thread(replace_file, files, out / SPEC_FILE, sign_run_spec(spec, owner))
-    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
+    shutil.rmtree(out / MAKING, ignore_errors=True)
     return Forked(run_id_of(encode(spec)), spec, warnings)
-
-
-def check_folder(out: Path) -> None:
-    """Raises: OperatorError: a run is there, or other things."""
-    if (out / SPEC_FILE).exists():
-        raise OperatorError(f"{out} already holds a run; choose another folder with --out.")
-    if out.exists() and not out.is_dir():
-        raise OperatorError(f"{out} is not a folder; choose another with --out.")
-    known = {BLOBS_FOLDER, WITNESS_KEY, FOLDER}
-    others = sorted(p.name for p in out.iterdir() if p.name not in known) if out.is_dir() else []
-    if others:
-        raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
 
 
 def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis, told: Told) -> RunSpec:
@@ -258,7 +247,7 @@ async def _same_data(
 async def _other_data(found: Found, parts: Parts, out: Path, told: Told) -> DataSpec:
     """Other text, in the parent's tokens. Raises: OperatorError."""
     said, parent = parts["data"], found.origin.spec
-    words, path = BYTES, out / FOLDER / "tokenizer.json"
+    words, path = BYTES, out / MAKING / "tokenizer.json"
     if parent.data.tokenizer.kind != "bytes":
         make_folder(Files(), path.parent)
         replace_file(Files(), path, found.tokenizer_json)

@@ -18,12 +18,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from p2pdiloco import limits
+from p2pdiloco.exit_codes import FILES, RUN
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 from p2pdiloco_node.config import nearest
 from p2pdiloco_node.training.families import (
     EXPERT_COUNTS,
     LAYER_COUNTS,
-    SPEC_FAULT,
     ModelRefused,
     family_of,
     open_config,
@@ -76,7 +76,7 @@ def make_config(
                 f"{nearest(key, known)}. In a run: install {made_with or 'the transformers of its owner'} "
                 f"(here is transformers {transformers.__version__}); in a file: take the key out, if the "
                 "model does not need it.",
-                exit_code=SPEC_FAULT,
+                exit_code=FILES,
             )
     arguments = {key: value for key, value in arguments.items() if key in known}
     try:
@@ -165,7 +165,7 @@ def outline_of(spec: ModelSpec) -> Any:
     found = tensor_layout(model)
     if found != spec.tensors:
         said = f" (it was made with {spec.made_with})" if spec.made_with else ""
-        raise ModelRefused(f"{_difference(found, spec.tensors)}{said} Nothing of it is built.", exit_code=5)
+        raise ModelRefused(f"{_difference(found, spec.tensors)}{said} Nothing of it is built.", exit_code=RUN)
     return model
 
 
@@ -259,7 +259,7 @@ def _too_large(what: str) -> ModelRefused:
     return ModelRefused(
         f"the model's config asks for {what}: a run's model has up to 2**{most:.0f} parameters. Nothing of "
         "it is built.",
-        exit_code=SPEC_FAULT,
+        exit_code=FILES,
     )
 
 
@@ -267,5 +267,5 @@ def _unbuildable(family: str, error: Exception) -> ModelRefused:
     said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return ModelRefused(
         f"a model of the family {family!r} cannot be made from this config: {said[:300]}.",
-        exit_code=SPEC_FAULT,
+        exit_code=FILES,
     )

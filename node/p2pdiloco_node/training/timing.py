@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.ids import tagged_digest
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import encode
@@ -82,7 +83,7 @@ async def time_inner_steps(
             raise OperatorError(
                 f"{trainers} trainers took more than {START_S_MAX:.0f} s to start here; close other "
                 "programs, or start fewer nodes.",
-                exit_code=6,
+                exit_code=RESOURCES,
             ) from None
     return statistics.median(task.result() for task in timed)
 
@@ -127,8 +128,8 @@ async def _next_report(stream: asyncio.StreamReader) -> frames.Stepped:
         if isinstance(event, frames.Stepped):
             return event
         if isinstance(event, frames.Failed):
-            raise OperatorError(f"the trainer does not start: {event.message}", exit_code=6)
+            raise OperatorError(f"the trainer does not start: {event.message}", exit_code=RESOURCES)
     raise OperatorError(
         f"the trainer does not start here; see what this says: {Path(sys.executable).name} -m {WORKER[-1]}",
-        exit_code=6,
+        exit_code=RESOURCES,
     )
