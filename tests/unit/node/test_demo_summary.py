@@ -118,8 +118,9 @@ def test_bits_are_those_of_the_text_as_on_the_page() -> None:
     (held_out,) = SPEC.data.evaluations
     shorter = msgspec.structs.replace(held_out, text_bytes=held_out.shard.tokens // 2)
     spec = msgspec.structs.replace(SPEC, data=msgspec.structs.replace(SPEC.data, evaluations=(shorter,)))
+    nodes = [NodeFacts("node-1", "aa", 3000, {}, 0.4)]
     summary = summarise(
-        spec, facts_of_log(spec, LOG), [], seed=1, run_id="00", seconds=30.0, evaluations={0: 4.0, 3: 2.0},
+        spec, facts_of_log(spec, LOG), nodes, seed=1, run_id="00", seconds=30.0, evaluations={0: 4.0, 3: 2.0},
         faults=[], page="",
     )  # fmt: skip
     assert summary.bits_per_byte_last == pytest.approx(4.0 / log(2))
