@@ -33,7 +33,7 @@ from p2pdiloco_node.demo_swarm import POLL_S, Daemon, Swarm, training_bytes
 from p2pdiloco_node.demo_view import View, make_view
 from p2pdiloco_node.lifetime import on_hang_up
 from p2pdiloco_node.run_folder import JOURNAL, LOG, RUN, SPEC, WITNESS
-from p2pdiloco_node.run_new import Draft, create_run
+from p2pdiloco_node.run_new import Draft, Order, create_run
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.verify import read_log
 
@@ -185,9 +185,11 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
     corpus = "the files given" if options.corpus else "the standard library's source"
     view.say(f"Making the run: {MODEL}, bytes as tokens, {corpus} as corpus.")
     run = await create_run(
-        "demo", MODEL, options.corpus, 2**40, out, owner_key=owner, admission="local",
-        target_version=versions, eval_every=max(2, versions // 6), committee=TIMINGS, seed=options.seed,
-        tune=tune, told=view,
+        Order(
+            "demo", MODEL, options.corpus, 2**40, admission="local", target_version=versions,
+            eval_every=max(2, versions // 6), committee=TIMINGS, seed=options.seed,
+        ),
+        out, owner_key=owner, tune=tune, told=view,
     )  # fmt: skip
     _, spec = open_run_spec((out / SPEC).read_bytes(), verify_ed25519, expected=run)
     return run, spec

@@ -15,6 +15,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,70 +72,75 @@ def owner_key_path() -> Path:
     return platformdirs.user_config_path("p2pdiloco") / "owner.key"
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a run is to be. Where nothing is said it is the preset's, or the design's default."""
+
+    name: str
+    model: str  # as `choose_model` takes it
+    data: Sequence[str] | None  # this and the next four: as in making.Request
+    target_tokens: int
+    text_key: str = "text"
+    tokenizer: str | None = None  # None: that of the checkpoint's folder, else bytes
+    eval_per_source: bool = False
+    jobs: int = 0
+    window_shards: int | None = None
+    seq_len: int | None = None
+    seed: int | None = None  # of version 0 and of the data's order; None: chance, and 0
+    admission: str = "open"
+    target_version: int = 0
+    eval_every: int = 8
+    # Fields of parts of the RunSpec that differ; `committee` without `genesis`, which is the witness alone.
+    inner: Mapping[str, Any] = field(default_factory=dict)
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    committee: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)  # of the RunSpec itself: trust_tokens and the like
+
+
 async def create_run(
-    name: str,
-    model: str,
-    data: Sequence[str] | None,
-    target_tokens: int,
+    order: Order,
     out: Path,
     *,
     owner_key: Path | None = None,
-    admission: str = "open",
-    target_version: int = 0,
-    eval_every: int = 8,
-    inner: Mapping[str, Any] | None = None,
-    outer: Mapping[str, Any] | None = None,
-    seq_len: int | None = None,
-    committee: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    text_key: str = "text",
-    tokenizer: str | None = None,
-    eval_per_source: bool = False,
-    jobs: int = 0,
-    run: Mapping[str, Any] | None = None,
-    samples: Mapping[str, Any] | None = None,
-    window_shards: int | None = None,
     declared: Declared | None = None,
     tune: Callable[[Draft], Awaitable[RunSpec]] | None = None,
     told: Told | None = None,
 ) -> RunId:
     """Make a run in `out`.
 
-    `data`, `text_key`, `tokenizer`, `eval_per_source`, `jobs`: as in making.Request; no tokenizer is that of
-    the checkpoint's folder, else bytes. `owner_key`: made there if missing; None: `owner_key_path()`.
-    `inner`, `outer`, `committee`, `samples`: fields of the RunSpec's parts that differ from the preset's and
-    the design's defaults; `committee` without `genesis`, which is the witness alone. `run`: other fields of
-    the RunSpec (trust_tokens, bootstrap_tokens, evaluators_max). `declared`: the nodes that are expected, for
-    what is checked (run_checks.py). `model`, `seq_len`: as
-    `choose_model` takes them. `seed`: of version 0 and of the data's order; None: chance, and 0. `tune` has
-    the last word on timings and targets, with everything there to measure. `told` hears how far it is.
+    `owner_key`: made there if missing; None: `owner_key_path()`. `declared`: the nodes that are expected, for
+    what is checked (run_checks.py). `tune` has the last word on timings and targets, with everything there to
+    measure. `told` hears how far it is.
 
     Raises: OperatorError: `out` holds something, the corpus cannot be used, torch is missing, a value is
     out of range. What was written so far stays and is taken up by the next call; it is no run.
     """
     files, told = Files(), told or Quiet()
     declared = declared or Declared()
-    if not 1 <= len(name) <= limits.name_chars_max:
+    if not 1 <= len(order.name) <= limits.name_chars_max:
         raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=USAGE)
-    if admission not in {"local", "open"}:
-        raise OperatorError(f"admission is local or open, not {admission!r}.", exit_code=USAGE)
-    if not 0 <= target_version <= limits.run_versions_max:
+    if order.admission not in {"local", "open"}:
+        raise OperatorError(f"admission is local or open, not {order.admission!r}.", exit_code=USAGE)
+    if not 0 <= order.target_version <= limits.run_versions_max:
         raise OperatorError(f"--outer-steps is 0 to {limits.run_versions_max}.", exit_code=USAGE)
-    choice = choose_model(model, seq_len=seq_len)
-    inner_loop = replaced(choice.inner_spec(target_tokens), inner or {}, "inner")
-    if "warmup_tokens" not in (inner or {}):
+    choice = choose_model(order.model, seq_len=order.seq_len)
+    inner_loop = replaced(choice.inner_spec(order.target_tokens), order.inner, "inner")
+    if "warmup_tokens" not in order.inner:
         # It follows the batch, which may be another than the ladder's.
-        warmup = warmup_tokens(target_tokens, choice.seq_len * inner_loop.sequences_per_step)
+        warmup = warmup_tokens(order.target_tokens, choice.seq_len * inner_loop.sequences_per_step)
         inner_loop = msgspec.structs.replace(inner_loop, warmup_tokens=warmup)
-    outer = outer_defaults(str((outer or {}).get("codec", ""))) | dict(outer or {})
+    outer = outer_defaults(str(order.outer.get("codec", ""))) | dict(order.outer)
     outer_step = replaced(OuterSpec(), outer, "outer")
-    seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
+    seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), order.committee, "committee")
     step_tokens = choice.seq_len * inner_loop.sequences_per_step
-    asked = replaced(SampleSpec(), samples or {}, "samples")
-    check_parts(inner_loop, outer_step, seats, target_tokens, target_version, step_tokens)
+    asked = replaced(SampleSpec(), order.samples, "samples")
+    check_parts(inner_loop, outer_step, seats, order.target_tokens, order.target_version, step_tokens)
     check_folder(out)
-    words = tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
-    request = Request(data, text_key, words, eval_per_source, seed or 0, jobs, choice.seq_len)
+    words = order.tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
+    request = Request(
+        order.data, order.text_key, words, order.eval_per_source, order.seed or 0, order.jobs, choice.seq_len
+    )
     # A call that is refused leaves no folder and no key behind.
     shards = await _make_data(request, out, told)
     make_folder(files, out / BLOBS)
@@ -147,14 +153,14 @@ async def create_run(
     told.progress("Making version 0", 0.0)
     spec_model, params, notes = await make_version_0(
         choice,
-        secrets.randbits(62) if seed is None else seed,
+        secrets.randbits(62) if order.seed is None else order.seed,
         vocab_size=shards.tokenizer.vocab_size,
         folder=out,
     )
     for note in notes:
         told.say(note)
-    if window_shards is not None:
-        shards = replaced(shards, {"window_shards": window_shards}, "data")
+    if order.window_shards is not None:
+        shards = replaced(shards, {"window_shards": order.window_shards}, "data")
     asked = msgspec.structs.replace(
         asked,
         encoded=await asyncio.to_thread(
@@ -168,7 +174,7 @@ async def create_run(
     spec = RunSpec(
         format=FORMAT,
         math_version=MATH_VERSION,
-        name=name,
+        name=order.name,
         owner_key=owner.public_key,
         model=spec_model,
         data=shards,
@@ -176,18 +182,18 @@ async def create_run(
         outer=outer_step,
         committee=msgspec.structs.replace(seats, genesis=Committee(witness.peer_id, ())),
         genesis=await asyncio.to_thread(_write_genesis, params, put),
-        admission=admission,
+        admission=order.admission,
         # Open runs: a newcomer is trusted after some full passes; everybody is for the first ones.
-        trust_tokens=0 if admission == "local" else TRUSTED_PASSES * of_a_pass,
-        bootstrap_tokens=0 if admission == "local" else BOOTSTRAP_PASSES * of_a_pass,
-        target_tokens=target_tokens,
-        target_version=target_version,
-        eval_every=eval_every,
+        trust_tokens=0 if order.admission == "local" else TRUSTED_PASSES * of_a_pass,
+        bootstrap_tokens=0 if order.admission == "local" else BOOTSTRAP_PASSES * of_a_pass,
+        target_tokens=order.target_tokens,
+        target_version=order.target_version,
+        eval_every=order.eval_every,
         nonce=secrets.token_bytes(16),
         samples=asked,
         origin="" if choice.from_scratch else choice.name,
     )
-    spec = replaced(spec, run or {}, "run")
+    spec = replaced(spec, order.run, "run")
     check_types(spec)
     if tune is not None:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
@@ -200,7 +206,7 @@ async def create_run(
                 token_bytes=shards.token_bytes,
             )
             spec = await tune(Draft(spec, params, tuple(paths)))
-        if "warmup_tokens" not in (inner or {}):
+        if "warmup_tokens" not in order.inner:
             # It follows the target, which may be another now.
             warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)
             spec = msgspec.structs.replace(
