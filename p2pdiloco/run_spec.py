@@ -27,7 +27,7 @@ Release = Annotated[int, Meta(ge=1, le=2**16)]  # of a format
 Tokens = Annotated[int, Meta(ge=0, le=limits.run_tokens_max)]
 Versions = Annotated[int, Meta(ge=0, le=limits.run_versions_max)]
 SomeVersions = Annotated[int, Meta(ge=1, le=limits.run_versions_max)]
-TokenId = Annotated[int, Meta(ge=0, lt=limits.tokenizer_ids_max)]
+TokenId = Annotated[int, Meta(ge=0, le=limits.tokenizer_ids_max - 1)]
 Prompt = Annotated[str, Meta(max_length=limits.sample_prompt_chars_max)]
 Encoded = Annotated[tuple[TokenId, ...], Meta(max_length=limits.sample_prompt_tokens_max)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
