@@ -276,17 +276,13 @@ run_versions_max = 2**40  # outer steps; one in a millisecond for thirty years
 inner_steps_max = 2**20  # of a pass; a day of twelve in a second
 sequences_per_step_max = 2**16  # of an inner step; each is a forward pass where memory is short
 sequence_tokens_max = 2**17  # of one sequence; longer contexts are trained in few places and never from home
-step_tokens_max = (
-    2**26
-)  # of an inner step: its batch is 8 bytes a token in memory; the largest known are 2**26
+step_tokens_max = 2**26  # of an inner step, whose batch takes 8 bytes a token; the largest known have as many
 staleness_rounds_max = 64  # clocks_kept_max holds no more where a round has 16 versions
 sample_prompts_max = 4  # a page's column
 sample_prompt_chars_max = 400  # of one prompt; a paragraph
 sample_prompt_tokens_max = 4 * sample_prompt_chars_max  # a character has up to four bytes, a token each
 made_with_chars_max = 120  # releases of the libraries that made a run: names and numbers
-window_sequences_max = (
-    2**23
-)  # of the shards that a node reads at once: their order takes 40 bytes each in memory
+window_sequences_max = 2**23  # of shards read at once: their order takes 40 bytes each in memory
 frame_bytes_max = frame_content_bytes_max + 64 * KIB  # what does not compress grows by less than that
 
 # A tokenizer.json, which may be a stranger's

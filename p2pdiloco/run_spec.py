@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import Digest, RunId, merkle_root, tagged_digest
 from p2pdiloco.wire.codec import Struct, decode, encode
 from p2pdiloco.wire.log import Bytes32, Committee
@@ -26,7 +27,7 @@ Release = Annotated[int, Meta(ge=1, le=2**16)]  # of a format
 Tokens = Annotated[int, Meta(ge=0, le=limits.run_tokens_max)]
 Versions = Annotated[int, Meta(ge=0, le=limits.run_versions_max)]
 SomeVersions = Annotated[int, Meta(ge=1, le=limits.run_versions_max)]
-TokenId = Annotated[int, Meta(ge=0, lt=limits.tokenizer_ids_max)]
+TokenId = Annotated[int, Meta(ge=0, le=limits.tokenizer_ids_max - 1)]
 Prompt = Annotated[str, Meta(max_length=limits.sample_prompt_chars_max)]
 Encoded = Annotated[tuple[TokenId, ...], Meta(max_length=limits.sample_prompt_tokens_max)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -325,7 +326,7 @@ def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None)
                 f"run {heading.name!r} has format {heading.format} and math {heading.math_version}; this "
                 f"build has {FORMAT} and {MATH_VERSION}: install the version that the run names "
                 "(pip install p2pdiloco).",
-                exit_code=5,
+                exit_code=RUN,
             )
         spec = decode(signed.spec, RunSpec, bytes_max=limits.run_spec_bytes_max)
     except PeerError as error:

@@ -16,10 +16,11 @@ import aiohttp
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.protocol.tracker import NODE_STATES
 from p2pdiloco.wire.messages import Announce, PeerRecord, Peers
-from p2pdiloco_node.contact import RUN, Refused, announce, another_run, greet
+from p2pdiloco_node.contact import Refused, announce, another_run, greet
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.transport.client import Client

@@ -19,13 +19,13 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
+from p2pdiloco.exit_codes import OURS, USAGE
 from p2pdiloco_node import __version__, cli_model, cli_run
 from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
-from p2pdiloco_node.config import USAGE, Loaded, NodeConfig, TrackerConfig, load, nearest
+from p2pdiloco_node.config import Loaded, NodeConfig, TrackerConfig, load, nearest
 
 # What a word without a flag most likely was meant for.
 LEFT_OUT = {"tracker": "--run", "node": "--join"}
-OURS = 70  # exit code of an AssertionError or any other fault of this program
 INTERRUPTED = 130
 MISSPELT = re.compile(r"Did you mean (?P<flag>\S+) instead of (?P<word>[^\s?]+)")
 

@@ -21,12 +21,12 @@ from msgspec import Meta
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.ids import RunId
 
 PREFIX = "P2PDILOCO_"
 RESERVED = ("CONFIG", "LAB_COMPILE")  # P2PDILOCO_CONFIG names the file itself; lab/compiling.py
 LAB_COMPILE = f"{PREFIX}LAB_COMPILE"  # whether the lab compiles its inner step: 1, 0, auto
-USAGE, SETTINGS = 2, 3  # exit codes (docs/exit-codes.md)
 WORDS_ALLOWED = {  # for people, instead of the patterns below
     "device": "give auto, cpu, cuda or cuda:N (N counts this machine's GPUs from 0)",
     "checkpointing": "give auto, on or off",
@@ -130,7 +130,7 @@ def load(
     origins = dict.fromkeys(fields, "default")
     for key, value in _file_values(file).items():
         if key not in fields:
-            raise OperatorError(f"{file}: unknown key {key!r}{nearest(key, fields) or '.'}", SETTINGS)
+            raise OperatorError(f"{file}: unknown key {key!r}{nearest(key, fields) or '.'}", FILES)
         raw[key], origins[key] = value, str(file)
     known = _all_fields()
     for variable in sorted(v for v in environment if v.startswith(PREFIX)):
@@ -139,7 +139,7 @@ def load(
             continue
         if key not in known:
             close = nearest(variable, [PREFIX + f.upper() for f in sorted(known)])
-            raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", SETTINGS)
+            raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", FILES)
         if key in fields:
             raw[key], origins[key] = _split(kind, key, environment[variable]), variable
     for key, flag_value in flags.items():
@@ -256,9 +256,9 @@ def _file_values(file: Path | None) -> dict[str, object]:
         with file.open("rb") as opened:
             return tomllib.load(opened)
     except OSError as error:
-        raise OperatorError(f"The configuration {file} cannot be read: {error.strerror}.", SETTINGS) from None
+        raise OperatorError(f"The configuration {file} cannot be read: {error.strerror}.", FILES) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OperatorError(f"The configuration {file} is not valid TOML: {error}.", SETTINGS) from None
+        raise OperatorError(f"The configuration {file} is not valid TOML: {error}.", FILES) from None
 
 
 def _split(kind: type[C], key: str, text: str) -> object:
@@ -275,6 +275,6 @@ def _convert(kind: type[C], raw: dict[str, object], origins: Mapping[str, str]) 
         except msgspec.ValidationError as error:
             what = WORDS_ALLOWED.get(key) or f"{str(error).split(' - at ')[0]}"
             raise OperatorError(
-                f"{origins[key]}: {key} = {value!r} is not possible: {what}.", SETTINGS
+                f"{origins[key]}: {key} = {value!r} is not possible: {what}.", FILES
             ) from None
     return msgspec.convert(raw, kind, strict=False)

@@ -15,6 +15,7 @@ import aiohttp
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import RunId
 from p2pdiloco.protocol.tracker import AnnounceReply
 from p2pdiloco.run_spec import RunSpec, open_run_spec
@@ -25,7 +26,6 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.transport.http_session import read_capped, read_refusal
 
-NETWORK, RUN = 4, 5  # exit codes
 REPLY_BYTES_MAX = 128 * limits.KIB  # 64 records of up to 1 KiB, and their frame
 
 

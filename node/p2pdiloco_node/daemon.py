@@ -21,6 +21,7 @@ from typing import Self
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.exit_codes import NETWORK
 from p2pdiloco.ids import PeerId, short
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.run_spec import RunSpec, spec_bytes_of
@@ -36,7 +37,7 @@ from p2pdiloco_node.config import (
     parse_peers,
     parse_size,
 )
-from p2pdiloco_node.contact import NETWORK, Refused, fetch_peers
+from p2pdiloco_node.contact import Refused, fetch_peers
 from p2pdiloco_node.data_room import shards_of
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.joining import check_named, find_run

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, NO, USAGE
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.log import Entry
@@ -31,7 +32,8 @@ from p2pdiloco_node.demo_summary import Fault, NodeFacts, Summary, facts_of_log,
 from p2pdiloco_node.demo_swarm import POLL_S, Daemon, Swarm, training_bytes
 from p2pdiloco_node.demo_view import View, make_view
 from p2pdiloco_node.lifetime import on_hang_up
-from p2pdiloco_node.run_new import SPEC_FILE, Draft, create_run
+from p2pdiloco_node.run_folder import JOURNAL, LOG, RUN, SPEC, WITNESS
+from p2pdiloco_node.run_new import Draft, Order, create_run
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.verify import read_log
 
@@ -89,18 +91,20 @@ def run_demo(options: Options) -> int:
 def _check(options: Options) -> None:
     """What would fail minutes later fails now. Raises: OperatorError."""
     if not 1 <= options.nodes <= 16:
-        raise OperatorError("--nodes is 1 to 16 on one machine.", 2)
+        raise OperatorError("--nodes is 1 to 16 on one machine.", USAGE)
     for flag, steps in (("--outer-steps", options.outer_steps), ("--inner-steps", options.inner_steps)):
         if steps is not None and not 1 <= steps <= STEPS_MAX:
-            raise OperatorError(f"{flag} is 1 to {STEPS_MAX}; leave it out for what fits this machine.", 2)
+            raise OperatorError(
+                f"{flag} is 1 to {STEPS_MAX}; leave it out for what fits this machine.", USAGE
+            )
     if not 0 <= options.seed <= SEED_MAX:
-        raise OperatorError("--seed is 0 to 2**62.", 2)
+        raise OperatorError("--seed is 0 to 2**62.", USAGE)
     if options.json is not None:
         folder = options.json.parent
         if options.json.is_dir() or not folder.is_dir():
-            raise OperatorError(f"--json {options.json} is not a file in a folder that exists.", 3)
+            raise OperatorError(f"--json {options.json} is not a file in a folder that exists.", FILES)
         if not os.access(options.json if options.json.exists() else folder, os.W_OK):
-            raise OperatorError(f"--json {options.json} cannot be written: name a file elsewhere.", 3)
+            raise OperatorError(f"--json {options.json} cannot be written: name a file elsewhere.", FILES)
 
 
 @contextmanager
@@ -110,11 +114,11 @@ def _folder(keep: Path | None) -> Iterator[Path]:
             yield Path(name)
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise OperatorError(f"{keep} is not empty: name a new folder with --keep.", 3)
+        raise OperatorError(f"{keep} is not empty: name a new folder with --keep.", FILES)
     try:
         keep.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OperatorError(f"{keep} cannot be made: {error.strerror}.", 3) from None
+        raise OperatorError(f"{keep} cannot be made: {error.strerror}.", FILES) from None
     yield keep
 
 
@@ -124,7 +128,7 @@ async def _demo(options: Options, folder: Path, owner: Path) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     on_hang_up(task.cancel)
     with make_view(headless=options.headless) as view:
-        run, spec = await _make_run(options, folder / "run", owner, view)
+        run, spec = await _make_run(options, folder / RUN, owner, view)
         async with Swarm(*_daemons(options, folder, run)) as swarm:
             began = time.monotonic()
             faults: list[Fault] = []
@@ -136,7 +140,7 @@ async def _demo(options: Options, folder: Path, owner: Path) -> int:
             names = {n.status.peer: n.name for n in swarm.nodes if n.status is not None}
             evaluations = _evaluations(swarm)
             await swarm.end()
-        log = facts_of_log(spec, _entries(folder / "run"))
+        log = facts_of_log(spec, _entries(folder / RUN))
         summary = summarise(
             spec, log, facts, seed=options.seed, run_id=run.hex(), seconds=ended - began,
             evaluations=evaluations, faults=faults, page=page,
@@ -151,7 +155,7 @@ async def _demo(options: Options, folder: Path, owner: Path) -> int:
         try:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
         except OSError as error:
-            raise OperatorError(f"{options.json} cannot be written: {error.strerror}.", 3) from None
+            raise OperatorError(f"{options.json} cannot be written: {error.strerror}.", FILES) from None
     return 0 if _good(options, spec, summary) else 1
 
 
@@ -181,11 +185,13 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
     corpus = "the files given" if options.corpus else "the standard library's source"
     view.say(f"Making the run: {MODEL}, bytes as tokens, {corpus} as corpus.")
     run = await create_run(
-        "demo", MODEL, options.corpus, 2**40, out, owner_key=owner, admission="local",
-        target_version=versions, eval_every=max(2, versions // 6), committee=TIMINGS, seed=options.seed,
-        tune=tune, told=view,
+        Order(
+            "demo", MODEL, options.corpus, 2**40, admission="local", target_version=versions,
+            eval_every=max(2, versions // 6), committee=TIMINGS, seed=options.seed,
+        ),
+        out, owner_key=owner, tune=tune, told=view,
     )  # fmt: skip
-    _, spec = open_run_spec((out / SPEC_FILE).read_bytes(), verify_ed25519, expected=run)
+    _, spec = open_run_spec((out / SPEC).read_bytes(), verify_ed25519, expected=run)
     return run, spec
 
 
@@ -197,8 +203,8 @@ def steps_of_a_pass(step_s: float, asked: int | None) -> int:
 def _daemons(options: Options, folder: Path, run: RunId) -> tuple[Daemon, list[Daemon]]:
     address = f"127.0.0.1:{_free_port()}"
     tracker = Daemon(
-        "tracker", ["tracker", "--run", str(folder / "run"), "--listen", address],
-        folder / "run" / "witness", folder / "tracker.log",
+        "tracker", ["tracker", "--run", str(folder / RUN), "--listen", address],
+        folder / RUN / WITNESS, folder / "tracker.log",
     )  # fmt: skip
     keep = ["--keep-deltas"] if options.keep is not None else []
     nodes = []
@@ -236,7 +242,7 @@ async def _follow(options: Options, swarm: Swarm, spec: RunSpec, faults: list[Fa
                 await swarm.poll()
                 if (dead := swarm.dead()) is not None:
                     raise OperatorError(
-                        f"{dead.name} ended unexpectedly; its last words:\n{dead.last_words()}", 1
+                        f"{dead.name} ended unexpectedly; its last words:\n{dead.last_words()}", NO
                     )
             view.show(swarm, spec)
             if all(n.status is not None and n.status.over for n in swarm.nodes):
@@ -285,7 +291,7 @@ def _node_facts(node: Daemon) -> NodeFacts:
 
 
 def _entries(run: Path) -> list[Entry]:
-    return read_log(run / "witness" / "journal" / "log")
+    return read_log(run / WITNESS / JOURNAL / LOG)
 
 
 def _good(options: Options, spec: RunSpec, summary: Summary) -> bool:

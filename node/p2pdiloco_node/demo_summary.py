@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import log
 from typing import NamedTuple
 
 import msgspec
 
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId
+from p2pdiloco.rules.evaluation import bits_per_byte
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.log import Committee, Entry, Membership, OuterStep, open_body
 
@@ -134,6 +134,7 @@ def summarise(
 ) -> Summary:
     """`evaluations`: version -> held-out loss, as reported to the tracker."""
     last = evaluations[max(evaluations)] if evaluations else None
+    bits = None if last is None else bits_per_byte(last, spec.data.evaluations[0])
     refused = Counter(log_facts.refused)
     for node in nodes:
         refused.update(node.refused)
@@ -142,7 +143,7 @@ def summarise(
     return Summary(
         seed=seed, nodes=len(nodes), run_id=run_id, version=log_facts.version, seconds=round(seconds, 1),
         tokens=log_facts.tokens, eval_loss_first=evaluations[min(evaluations)] if evaluations else None,
-        eval_loss_last=last, bits_per_byte_last=None if last is None else last / log(2),
+        eval_loss_last=last, bits_per_byte_last=bits,
         state_digests={n.name: n.state_digest for n in nodes}, terms=log_facts.terms,
         aggregators=[p.hex() for p in log_facts.aggregators], voters=log_facts.committee.size,
         deltas=Deltas(log_facts.accepted, log_facts.stale, dict(refused)), staleness=log_facts.staleness,
@@ -160,7 +161,7 @@ def in_words(summary: Summary, *, names: Mapping[str, str], witness_entries: int
     lines = [f"{s.version} outer steps and {s.tokens:,} tokens in {s.seconds:.0f} s ({rate})"]
     if s.eval_loss_first is not None and s.eval_loss_last is not None and s.bits_per_byte_last is not None:
         change = 100 * (1 - s.eval_loss_last / s.eval_loss_first) if s.eval_loss_first else 0.0
-        first_bits = s.eval_loss_first / log(2)
+        first_bits = s.bits_per_byte_last * s.eval_loss_first / s.eval_loss_last if s.eval_loss_last else 0.0
         lines.append(
             f"Held-out loss {s.eval_loss_first:.3f} -> {s.eval_loss_last:.3f} nats per byte "
             f"({change:.0f} % lower); {first_bits:.2f} -> {s.bits_per_byte_last:.2f} bits per byte"

@@ -24,12 +24,13 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import NO
+from p2pdiloco_node.run_folder import ADDRESS
 from p2pdiloco_node.telemetry import NodeStatus
 
 POLL_S = 0.25
 ANSWER_S = 2.0
 START_S_MAX = 60.0  # a daemon that has not written its address by then has failed
-ADDRESS_FILE = "address.json"  # written by every daemon into its folder once it serves
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Daemon:
 
     @property
     def address_file(self) -> Path:
-        return self.folder / ADDRESS_FILE
+        return self.folder / ADDRESS
 
     @property
     def alive(self) -> bool:
@@ -146,7 +147,7 @@ class Swarm:
             if not daemon.alive:
                 break
             await asyncio.sleep(POLL_S / 2)
-        raise OperatorError(f"{daemon.name} did not start; its last words:\n{daemon.last_words()}", 1)
+        raise OperatorError(f"{daemon.name} did not start; its last words:\n{daemon.last_words()}", NO)
 
     async def poll(self) -> None:
         """Ask everybody once, at the same time."""

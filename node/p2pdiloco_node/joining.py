@@ -13,17 +13,17 @@ from typing import NamedTuple
 import aiohttp
 
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import NETWORK
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.config import HostPort, JoinLink, parse_join
-from p2pdiloco_node.contact import NETWORK, fetch_run_spec
+from p2pdiloco_node.contact import fetch_run_spec
+from p2pdiloco_node.run_folder import LINK, SPEC
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 
 log = logging.getLogger("p2pdiloco.node")
-SPEC_FILE = "spec.bin"
-LINK_FILE = "join"
 
 
 class Found(NamedTuple):
@@ -60,13 +60,13 @@ async def find_run(
         run, spec, signed = await _ask(session, link, peers, wanted)
         await fits(spec, data.run_folder(run))
         make_folder(data.files, data.run_folder(run))
-        replace_file(data.files, data.run_folder(run) / SPEC_FILE, signed)
+        replace_file(data.files, data.run_folder(run) / SPEC, signed)
     else:
         run, (spec, signed) = wanted, here
         await fits(spec, data.run_folder(run))
     if link is not None and (kept is None or (link.url, run) != kept):
         log.info("The run is %s (%s): pinned in %s from now on.", spec.name, run.hex(), data.root)
-        replace_file(data.files, data.root / LINK_FILE, f"{link.url}/#{run.hex()}\n".encode())
+        replace_file(data.files, data.root / LINK, f"{link.url}/#{run.hex()}\n".encode())
     return Found(run, spec, signed, link)
 
 
@@ -78,14 +78,14 @@ def check_named(root: Path, join: JoinLink | None, peers: Sequence[HostPort]) ->
 
 def _kept_link(root: Path) -> JoinLink | None:
     try:
-        return parse_join((root / LINK_FILE).read_text())
+        return parse_join((root / LINK).read_text())
     except (OSError, UnicodeDecodeError, OperatorError):
         return None
 
 
 def _kept_run(data: DataDir, run: RunId) -> tuple[RunSpec, bytes] | None:
     try:
-        signed = (data.run_folder(run) / SPEC_FILE).read_bytes()
+        signed = (data.run_folder(run) / SPEC).read_bytes()
         _, spec = open_run_spec(signed, verify_ed25519, expected=run)
     except FileNotFoundError:
         return None

@@ -22,14 +22,14 @@ from pathlib import Path
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, TransportError
+from p2pdiloco.exit_codes import OURS
 from p2pdiloco_node.local_status import note_daemon
+from p2pdiloco_node.run_folder import ADDRESS
 from p2pdiloco_node.transport.listener import Listener
 
 log = logging.getLogger("p2pdiloco")
-OURS = 70  # exit code of our own fault
 NETWORK = 4
 PR_SET_PDEATHSIG = 1
-ADDRESS_FILE = "address.json"
 
 
 class Leaving:
@@ -162,7 +162,7 @@ def note_address(stack: AsyncExitStack, folder: Path, listener: Listener, host: 
     address = ipaddress.ip_address(host)
     name = host if not address.is_unspecified else ("127.0.0.1" if address.version == 4 else "::1")
     url = f"http://{f'[{name}]' if ':' in name else name}:{listener.port}"
-    path = folder / ADDRESS_FILE
+    path = folder / ADDRESS
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
     temporary.replace(path)

@@ -21,11 +21,11 @@ import platformdirs
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import NETWORK, USAGE
 from p2pdiloco_node.telemetry import NodeStatus, state_words
 
 ANSWER_S = 3.0
 COLUMNS = 80
-UNREACHED = 4  # exit code: network
 
 
 def notes_folder() -> Path:
@@ -49,7 +49,7 @@ def print_status(url: str | None, *, as_json: bool) -> int:
     if not urls:
         raise OperatorError(
             "No daemon runs on this machine (as this user): start one with p2pdiloco node --join LINK, or "
-            "name one with --url http://127.0.0.1:PORT.", UNREACHED,
+            "name one with --url http://127.0.0.1:PORT.", NETWORK,
         )  # fmt: skip
     statuses = [status for one in urls if (status := _ask(one, must_answer=bool(url))) is not None]
     if as_json:
@@ -94,7 +94,9 @@ def _noted() -> list[str]:
 
 def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
     if not url.startswith(("http://127.", "http://[::1]", "http://localhost")):
-        raise OperatorError(f"--url {url!r}: daemons answer on this machine only (http://127.0.0.1:PORT).", 2)
+        raise OperatorError(
+            f"--url {url!r}: daemons answer on this machine only (http://127.0.0.1:PORT).", USAGE
+        )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url + "/v1/status", timeout=ANSWER_S) as answer:
@@ -102,7 +104,7 @@ def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         if must_answer:
             raise OperatorError(
-                f"{url} does not answer as a p2pdiloco daemon ({_why(error)}).", UNREACHED
+                f"{url} does not answer as a p2pdiloco daemon ({_why(error)}).", NETWORK
             ) from None
         return None
 

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -22,6 +23,7 @@ from aiohttp import web
 from p2pdiloco import limits
 from p2pdiloco.diloco.golden import check_golden
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.context import Identity, Restored
@@ -55,6 +57,7 @@ from p2pdiloco_node.hosts import names_loopback, reachable_hosts
 from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.run_blobs import RunBlobs
+from p2pdiloco_node.run_folder import BLOBS, JOURNAL, LOG
 from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.storage.blob_store import BUDGETS, DiskBlobStore
@@ -68,6 +71,7 @@ from p2pdiloco_node.transport.readers import ReaderRoutes
 from p2pdiloco_node.transport.server import Server
 
 log = logging.getLogger("p2pdiloco.node")
+NONCE = re.compile("[0-9a-f]{64}")
 
 
 class Setting(NamedTuple):
@@ -134,16 +138,16 @@ class Participant:
             raise OperatorError(
                 f"This machine's arithmetic is not the one that all nodes share ({fault}), so it cannot take "
                 "part: unset what changes floating point (fast-math libraries), or use another machine.",
-                6,
+                RESOURCES,
             )
         setting = self.setting
         self.files = Files()
-        self.journal = DiskJournal(setting.folder / "journal", self.files)
+        self.journal = DiskJournal(setting.folder / JOURNAL, self.files)
         self.record = self.journal.load_record()
         self.entries = self.journal.load_entries()
         self.boot = self.journal.next_boot()
         budgets = {**BUDGETS, Purpose.SHARD: setting.data_bytes_max}
-        self.blobs = DiskBlobStore(setting.folder / "blobs", self.files, budgets=budgets, also=setting.also)
+        self.blobs = DiskBlobStore(setting.folder / BLOBS, self.files, budgets=budgets, also=setting.also)
         self.held = HeldDeltas(setting.folder / "held", self.files)
         self.book = DiskAddressBook(setting.folder / "peers", setting.run, verify_ed25519, self.files)
         self._stack.callback(self.blobs.close)
@@ -170,8 +174,8 @@ class Participant:
         app.add_routes([web.get("/v1/peers", self._get_peers), web.get("/v1/status", self._get_status)])
         app.add_routes([web.get("/v1/state", self._get_state)])
         readers = ReaderRoutes(
-            setting.run, setting.folder / "journal" / "log", self._shown, server.traffic,
-            local=setting.spec.admission == "local",
+            setting.run, setting.folder / JOURNAL / LOG, lambda: self.journal.rewrites, self._shown,
+            server.traffic, local=setting.spec.admission == "local", known=server.known_address,
         )  # fmt: skip
         app.add_routes([*readers.routes(), *self._more_routes])
         self.listener = await self._stack.enter_async_context(
@@ -406,14 +410,22 @@ class Participant:
             records.append(await self.client.seal(self.own_record))
         return web.Response(body=encode(Peers(tuple(records))), content_type="application/octet-stream")
 
-    async def _get_state(self, _request: web.Request) -> web.Response:
-        """How far this node is: what the owner asks before a rescue. The log proves it, or does not."""
+    async def _get_state(self, request: web.Request) -> web.Response:
+        """How far this node is, sealed: what the owner asks before a rescue. The log proves it, or does not.
+
+        Raises: PeerError MALFORMED, NOT_HERE.
+        """
+        asked = request.query.get("nonce", NO_DIGEST.hex())
+        if NONCE.fullmatch(asked) is None:
+            raise PeerError("MALFORMED", "nonce is 64 hex digits")
         node = self.node
         if node is None or node.roots is None:
             raise PeerError("NOT_HERE", "no state is here yet")
         head = node.log.head_at(node.index)
-        shown = StateShown(node.epoch, node.index, head, *node.roots, node.term, node.votes)
-        return web.Response(body=encode(shown), content_type="application/octet-stream")
+        shown = StateShown(
+            bytes.fromhex(asked), node.epoch, node.index, head, *node.roots, node.term, node.votes
+        )
+        return web.Response(body=await self.client.seal(shown), content_type="application/octet-stream")
 
     own_record: PeerRecord | None = None
 

@@ -14,10 +14,11 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.rules.delta_layout import encoded_size, is_raw, is_sparse
 from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, contradictions
 from p2pdiloco.wire.codec import decode, encode
-from p2pdiloco_node.config import USAGE, nearest
+from p2pdiloco_node.config import nearest
 from p2pdiloco_node.training.families import POSITIONS, open_config
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.memory_plan import MemoryPlan, amount, plan_memory

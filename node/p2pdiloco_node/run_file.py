@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, OuterSpec, SampleSpec
-from p2pdiloco_node.config import SETTINGS, USAGE, nearest
+from p2pdiloco_node.config import nearest
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -62,12 +63,12 @@ def read_run_file(path: Path | None) -> Parts:
         with path.open("rb") as file:
             found = tomllib.load(file)
     except OSError as error:
-        raise OperatorError(f"The run file {path} cannot be read: {error.strerror}.", SETTINGS) from None
+        raise OperatorError(f"The run file {path} cannot be read: {error.strerror}.", FILES) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OperatorError(f"The run file {path} is not valid TOML: {error}.", SETTINGS) from None
+        raise OperatorError(f"The run file {path} is not valid TOML: {error}.", FILES) from None
     for name, table in found.items():
         if name not in TABLES or not isinstance(table, dict):
-            raise OperatorError(f"{path}: {_unknown_table(name, table)}", SETTINGS)
+            raise OperatorError(f"{path}: {_unknown_table(name, table)}", FILES)
         for key, value in table.items():
             parts[name][key] = _value(f"{path}: [{name}]", TABLES[name], key, value)
     return parts
@@ -96,13 +97,13 @@ def set_values(parts: Parts, words: list[str]) -> None:
 def _value(where: str, keys: dict[str, Any], key: str, value: Any) -> Any:
     """Raises: OperatorError: no such key, or a value of another kind."""
     if key not in keys:
-        raise OperatorError(f"{where}: unknown key {key!r}{nearest(key, keys) or '.'}", SETTINGS)
+        raise OperatorError(f"{where}: unknown key {key!r}{nearest(key, keys) or '.'}", FILES)
     if key in TOKENS and isinstance(value, str):
         return parse_tokens(value, f"{where} {key}")
     try:
         return msgspec.convert(value, keys[key])
     except msgspec.ValidationError as error:
-        raise OperatorError(f"{where}: {key} = {value!r} is not possible: {error}.", SETTINGS) from None
+        raise OperatorError(f"{where}: {key} = {value!r} is not possible: {error}.", FILES) from None
 
 
 def _unknown_table(name: str, table: object) -> str:

@@ -154,6 +154,7 @@ def _model(spec: RunSpec) -> list[Row]:
         ("parameters", f"{model.params:,} in {len(model.tensors):,} tensors, {amount(4 * model.params)}"),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("sequences", f"{model.seq_len:,} tokens"),
+        ("made with", model.made_with or "unknown releases"),
         ("config", model.config.decode("utf-8", "replace")),
     ]
 

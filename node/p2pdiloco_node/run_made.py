@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco_node.config import USAGE
-from p2pdiloco_node.corpus.progress import shown
+from p2pdiloco.exit_codes import USAGE
+from p2pdiloco_node.progress import shown
 from p2pdiloco_node.run_checks import Declared
 from p2pdiloco_node.run_file import Parts
-from p2pdiloco_node.run_new import create_run
+from p2pdiloco_node.run_new import Order, create_run
 
 TOKENS, EVAL_EVERY, SEED = 20_000_000, 8, 1  # where nobody says otherwise
 
@@ -25,15 +25,17 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
     with shown() as told:
         made = asyncio.run(
             create_run(
-                run["name"], model["model"], data.get("data"), run.get("tokens", TOKENS), out,
-                owner_key=owner_key, admission=run.get("admission", "open"),
-                target_version=run.get("outer_steps", 0), eval_every=run.get("eval_every", EVAL_EVERY),
-                inner=parts["inner"], outer=parts["outer"], committee=parts["committee"],
-                samples=parts["samples"], run={key: run[key] for key in others if key in run},
-                seq_len=model.get("seq_len"), seed=model.get("seed", SEED),
-                text_key=data.get("text_key", "text"), tokenizer=data.get("tokenizer"),
-                eval_per_source=data.get("eval_per_source", False), jobs=jobs,
-                window_shards=data.get("window_shards"), declared=declared, told=told,
+                Order(
+                    run["name"], model["model"], data.get("data"), run.get("tokens", TOKENS),
+                    text_key=data.get("text_key", "text"), tokenizer=data.get("tokenizer"),
+                    eval_per_source=data.get("eval_per_source", False), jobs=jobs,
+                    window_shards=data.get("window_shards"), seq_len=model.get("seq_len"),
+                    seed=model.get("seed", SEED), admission=run.get("admission", "open"),
+                    target_version=run.get("outer_steps", 0), eval_every=run.get("eval_every", EVAL_EVERY),
+                    inner=parts["inner"], outer=parts["outer"], committee=parts["committee"],
+                    samples=parts["samples"], run={key: run[key] for key in others if key in run},
+                ),
+                out, owner_key=owner_key, declared=declared, told=told,
             )
         )  # fmt: skip
     print(

@@ -15,6 +15,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
@@ -41,13 +43,12 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
-from p2pdiloco_node.corpus import making
-from p2pdiloco_node.corpus.making import Request, make_data
-from p2pdiloco_node.corpus.progress import Quiet, Told
+from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
-from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.ports import Array
+from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_parts, check_run, check_types, replaced
+from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training.model_choice import choose_model
@@ -55,9 +56,7 @@ from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import make_version_0
 
-SPEC_FILE = "spec.bin"
-BLOBS = making.BLOBS
-WITNESS_KEY = "witness.key"
+TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # full ones; of an open run
 
 
 class Draft(NamedTuple):
@@ -73,70 +72,75 @@ def owner_key_path() -> Path:
     return platformdirs.user_config_path("p2pdiloco") / "owner.key"
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a run is to be. Where nothing is said it is the preset's, or the design's default."""
+
+    name: str
+    model: str  # as `choose_model` takes it
+    data: Sequence[str] | None  # this and the next four: as in making.Request
+    target_tokens: int
+    text_key: str = "text"
+    tokenizer: str | None = None  # None: that of the checkpoint's folder, else bytes
+    eval_per_source: bool = False
+    jobs: int = 0
+    window_shards: int | None = None
+    seq_len: int | None = None
+    seed: int | None = None  # of version 0 and of the data's order; None: chance, and 0
+    admission: str = "open"
+    target_version: int = 0
+    eval_every: int = 8
+    # Fields of parts of the RunSpec that differ; `committee` without `genesis`, which is the witness alone.
+    inner: Mapping[str, Any] = field(default_factory=dict)
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    committee: Mapping[str, Any] = field(default_factory=dict)
+    samples: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)  # of the RunSpec itself: trust_tokens and the like
+
+
 async def create_run(
-    name: str,
-    model: str,
-    data: Sequence[str] | None,
-    target_tokens: int,
+    order: Order,
     out: Path,
     *,
     owner_key: Path | None = None,
-    admission: str = "open",
-    target_version: int = 0,
-    eval_every: int = 8,
-    inner: Mapping[str, Any] | None = None,
-    outer: Mapping[str, Any] | None = None,
-    seq_len: int | None = None,
-    committee: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    text_key: str = "text",
-    tokenizer: str | None = None,
-    eval_per_source: bool = False,
-    jobs: int = 0,
-    run: Mapping[str, Any] | None = None,
-    samples: Mapping[str, Any] | None = None,
-    window_shards: int | None = None,
     declared: Declared | None = None,
     tune: Callable[[Draft], Awaitable[RunSpec]] | None = None,
     told: Told | None = None,
 ) -> RunId:
     """Make a run in `out`.
 
-    `data`, `text_key`, `tokenizer`, `eval_per_source`, `jobs`: as in making.Request; no tokenizer is that of
-    the checkpoint's folder, else bytes. `owner_key`: made there if missing; None: `owner_key_path()`.
-    `inner`, `outer`, `committee`, `samples`: fields of the RunSpec's parts that differ from the preset's and
-    the design's defaults; `committee` without `genesis`, which is the witness alone. `run`: other fields of
-    the RunSpec (trust_tokens, bootstrap_tokens, evaluators_max). `declared`: the nodes that are expected, for
-    what is checked (run_checks.py). `model`, `seq_len`: as
-    `choose_model` takes them. `seed`: of version 0 and of the data's order; None: chance, and 0. `tune` has
-    the last word on timings and targets, with everything there to measure. `told` hears how far it is.
+    `owner_key`: made there if missing; None: `owner_key_path()`. `declared`: the nodes that are expected, for
+    what is checked (run_checks.py). `tune` has the last word on timings and targets, with everything there to
+    measure. `told` hears how far it is.
 
     Raises: OperatorError: `out` holds something, the corpus cannot be used, torch is missing, a value is
     out of range. What was written so far stays and is taken up by the next call; it is no run.
     """
     files, told = Files(), told or Quiet()
     declared = declared or Declared()
-    if not 1 <= len(name) <= limits.name_chars_max:
-        raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=2)
-    if admission not in {"local", "open"}:
-        raise OperatorError(f"admission is local or open, not {admission!r}.", exit_code=2)
-    if not 0 <= target_version <= limits.run_versions_max:
-        raise OperatorError(f"--outer-steps is 0 to {limits.run_versions_max}.", exit_code=2)
-    choice = choose_model(model, seq_len=seq_len)
-    inner_loop = replaced(choice.inner_spec(target_tokens), inner or {}, "inner")
-    if "warmup_tokens" not in (inner or {}):
+    if not 1 <= len(order.name) <= limits.name_chars_max:
+        raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=USAGE)
+    if order.admission not in {"local", "open"}:
+        raise OperatorError(f"admission is local or open, not {order.admission!r}.", exit_code=USAGE)
+    if not 0 <= order.target_version <= limits.run_versions_max:
+        raise OperatorError(f"--outer-steps is 0 to {limits.run_versions_max}.", exit_code=USAGE)
+    choice = choose_model(order.model, seq_len=order.seq_len)
+    inner_loop = replaced(choice.inner_spec(order.target_tokens), order.inner, "inner")
+    if "warmup_tokens" not in order.inner:
         # It follows the batch, which may be another than the ladder's.
-        warmup = warmup_tokens(target_tokens, choice.seq_len * inner_loop.sequences_per_step)
+        warmup = warmup_tokens(order.target_tokens, choice.seq_len * inner_loop.sequences_per_step)
         inner_loop = msgspec.structs.replace(inner_loop, warmup_tokens=warmup)
-    outer = outer_defaults(str((outer or {}).get("codec", ""))) | dict(outer or {})
+    outer = outer_defaults(str(order.outer.get("codec", ""))) | dict(order.outer)
     outer_step = replaced(OuterSpec(), outer, "outer")
-    seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), committee or {}, "committee")
+    seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), order.committee, "committee")
     step_tokens = choice.seq_len * inner_loop.sequences_per_step
-    asked = replaced(SampleSpec(), samples or {}, "samples")
-    check_parts(inner_loop, outer_step, seats, target_tokens, target_version, step_tokens)
-    _check_folder(out)
-    words = tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
-    request = Request(data, text_key, words, eval_per_source, seed or 0, jobs, choice.seq_len)
+    asked = replaced(SampleSpec(), order.samples, "samples")
+    check_parts(inner_loop, outer_step, seats, order.target_tokens, order.target_version, step_tokens)
+    check_folder(out)
+    words = order.tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
+    request = Request(
+        order.data, order.text_key, words, order.eval_per_source, order.seed or 0, order.jobs, choice.seq_len
+    )
     # A call that is refused leaves no folder and no key behind.
     shards = await _make_data(request, out, told)
     make_folder(files, out / BLOBS)
@@ -149,14 +153,14 @@ async def create_run(
     told.progress("Making version 0", 0.0)
     spec_model, params, notes = await make_version_0(
         choice,
-        secrets.randbits(62) if seed is None else seed,
+        secrets.randbits(62) if order.seed is None else order.seed,
         vocab_size=shards.tokenizer.vocab_size,
         folder=out,
     )
     for note in notes:
         told.say(note)
-    if window_shards is not None:
-        shards = replaced(shards, {"window_shards": window_shards}, "data")
+    if order.window_shards is not None:
+        shards = replaced(shards, {"window_shards": order.window_shards}, "data")
     asked = msgspec.structs.replace(
         asked,
         encoded=await asyncio.to_thread(
@@ -170,7 +174,7 @@ async def create_run(
     spec = RunSpec(
         format=FORMAT,
         math_version=MATH_VERSION,
-        name=name,
+        name=order.name,
         owner_key=owner.public_key,
         model=spec_model,
         data=shards,
@@ -178,18 +182,18 @@ async def create_run(
         outer=outer_step,
         committee=msgspec.structs.replace(seats, genesis=Committee(witness.peer_id, ())),
         genesis=await asyncio.to_thread(_write_genesis, params, put),
-        admission=admission,
-        # Open runs: a newcomer is trusted after sixteen full passes; everybody is for the first sixty-four.
-        trust_tokens=0 if admission == "local" else 16 * of_a_pass,
-        bootstrap_tokens=0 if admission == "local" else 64 * of_a_pass,
-        target_tokens=target_tokens,
-        target_version=target_version,
-        eval_every=eval_every,
+        admission=order.admission,
+        # Open runs: a newcomer is trusted after some full passes; everybody is for the first ones.
+        trust_tokens=0 if order.admission == "local" else TRUSTED_PASSES * of_a_pass,
+        bootstrap_tokens=0 if order.admission == "local" else BOOTSTRAP_PASSES * of_a_pass,
+        target_tokens=order.target_tokens,
+        target_version=order.target_version,
+        eval_every=order.eval_every,
         nonce=secrets.token_bytes(16),
         samples=asked,
         origin="" if choice.from_scratch else choice.name,
     )
-    spec = replaced(spec, run or {}, "run")
+    spec = replaced(spec, order.run, "run")
     check_types(spec)
     if tune is not None:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
@@ -202,7 +206,7 @@ async def create_run(
                 token_bytes=shards.token_bytes,
             )
             spec = await tune(Draft(spec, params, tuple(paths)))
-        if "warmup_tokens" not in (inner or {}):
+        if "warmup_tokens" not in order.inner:
             # It follows the target, which may be another now.
             warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)
             spec = msgspec.structs.replace(
@@ -212,8 +216,8 @@ async def create_run(
     for warning in check_run(spec, declared):
         told.say(warning)
     signed = sign_run_spec(spec, owner)
-    await asyncio.to_thread(replace_file, files, out / SPEC_FILE, signed)
-    await asyncio.to_thread(making.forget_work, out)
+    await asyncio.to_thread(replace_file, files, out / SPEC, signed)
+    await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
 
 
@@ -241,15 +245,15 @@ def _write_genesis(params: Array, put: Callable[[Digest, memoryview], None]) -> 
     return Genesis(chunks(params), chunks(np.zeros_like(params)))
 
 
-def _check_folder(out: Path) -> None:
-    """A run is never overwritten; what an interrupted call left behind is taken up."""
-    if (out / SPEC_FILE).exists():
+def check_folder(out: Path) -> None:
+    """A run is never overwritten; what an interrupted call left behind is taken up. Raises: OperatorError."""
+    if (out / SPEC).exists():
         raise OperatorError(f"{out} already holds a run; choose another folder with --out.")
     if not out.exists():
         return
     if not out.is_dir():
         raise OperatorError(f"{out} is not a folder; choose another with --out.")
-    known = {BLOBS, WITNESS_KEY, FOLDER}
+    known = {BLOBS, WITNESS_KEY, MAKING}
     others = sorted(p.name for p in guarded(lambda: list(out.iterdir()), out) if p.name not in known)
     if others:
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")

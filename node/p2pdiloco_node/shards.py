@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import Digest
 from p2pdiloco.run_spec import BlobRef, DataSpec
 from p2pdiloco_node.opened_shards import OpenedShards
@@ -27,7 +28,6 @@ from p2pdiloco_node.training.data import DataOrder
 from p2pdiloco_node.training.shard_plan import Plan, costs_of, gives_way, make_plan, shortfall
 
 log = logging.getLogger("p2pdiloco.node")
-RUN_FAULT = 5  # exit code: the run itself is unusable
 DISK_RETRY_S = 60.0  # after a full disk
 LOOK_EVERY_S = 30.0  # the disk's free room may change by itself
 
@@ -298,7 +298,7 @@ class Shards:
                 self._here.discard(item)
                 self._woken.set()
             except OperatorError as error:
-                if error.exit_code == RUN_FAULT:
+                if error.exit_code == RUN:
                     raise
                 self._disk_failed(error)
             else:

@@ -24,10 +24,10 @@ import numpy as np
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, RESOURCES, USAGE
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.schedules import SCHEDULES, ScheduleReport, run_schedule
 from p2pdiloco.sim.swarm import SeedReport, run_seed
-from p2pdiloco_node.config import SETTINGS, USAGE
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -37,7 +37,6 @@ TRACE_SHOWN = 40  # lines of a violated seed's story
 VIOLATIONS_SHOWN = 10
 SEED_MAX = 2**64 - 1  # PCG64 takes any, messages between processes and torch take 64 bits
 SEEDS_CHARS_SHOWN = 80  # in a message
-RESOURCES = 6  # exit code (docs/exit-codes.md)
 
 
 class SimulationReport(NamedTuple):
@@ -147,7 +146,7 @@ def unwritable(what: str, error: OSError) -> OperatorError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     way_out = "make room there" if full else "give another name"
     return OperatorError(
-        f"{what} cannot be written: {error.strerror or error}; {way_out}.", RESOURCES if full else SETTINGS
+        f"{what} cannot be written: {error.strerror or error}; {way_out}.", RESOURCES if full else FILES
     )
 
 

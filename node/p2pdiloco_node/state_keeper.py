@@ -25,6 +25,7 @@ from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
+from p2pdiloco.exit_codes import NETWORK
 from p2pdiloco.ids import Digest, PeerId, digest_of, short
 from p2pdiloco.rules.state import RulesState, genesis_state
 from p2pdiloco.run_spec import RunSpec
@@ -32,6 +33,7 @@ from p2pdiloco.wire import codec
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Outcome, SnapshotOffer
 from p2pdiloco_node.ports import Array, BlobStore, CheckedDelta, Purpose, Roots
+from p2pdiloco_node.run_folder import SNAPSHOTS, STATE
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.state_files import (
     KeptSnapshot,
@@ -78,8 +80,8 @@ class DiskStateKeeper:
         self._blobs = blobs
         self._clock = clock
         self._lock = threading.Lock()
-        self._state_files = StateFiles(folder / "state", files)
-        self._snapshot_list = SnapshotList(folder / "snapshots", files)
+        self._state_files = StateFiles(folder / STATE, files)
+        self._snapshot_list = SnapshotList(folder / SNAPSHOTS, files)
         self._prepared: OrderedDict[Digest, GlobalState] = OrderedDict()
         self._steps: OrderedDict[Digest, OuterStep] = OrderedDict()  # of tickets whose arrays were let go
         self._snapshots = [s for s in self._snapshot_list.load() if self._is_whole(s.offer)]
@@ -305,7 +307,7 @@ class DiskStateKeeper:
             raise OperatorError(
                 f"Version 0 of run {self._spec.name!r} is not whole on this machine ({error}): start again "
                 "while the tracker or another node is reachable, and it is fetched.",
-                exit_code=4,
+                exit_code=NETWORK,
             ) from None
         return KeptState(0, 0, params, momentum, b"")
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES
 
-REFUSED = 3  # exit code: what was given cannot be used
 Growth = Callable[[Mapping[str, Any]], int]
 """How many times longer a part may make any text, in bytes; raises TypeError, KeyError or ValueError."""
 
@@ -28,7 +28,7 @@ class TokenizerRefused(OperatorError):
     """A tokenizer.json that is not opened here."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"the tokenizer.json cannot be used: {why}.", REFUSED)
+        super().__init__(f"the tokenizer.json cannot be used: {why}.", FILES)
 
 
 def _times(most: int) -> Growth:

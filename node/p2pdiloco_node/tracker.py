@@ -24,6 +24,7 @@ from aiohttp import web
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import Digest, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.run_log import RunLog
@@ -43,7 +44,7 @@ from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.page_feed import PageFeed
 from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.run_new import BLOBS, SPEC_FILE, WITNESS_KEY
+from p2pdiloco_node.run_folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY
 from p2pdiloco_node.status_page import StatusPage
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.data_dir import DataDir
@@ -58,9 +59,6 @@ from p2pdiloco_node.transport.downloads import Downloads
 from p2pdiloco_node.transport.traffic import Traffic
 
 log = logging.getLogger("p2pdiloco.tracker")
-WITNESS = "witness"  # folder of the witness's own state in the run's DIR
-HISTORY = "history.sqlite"
-CHECKPOINTS = "checkpoints"
 SLICE_S = 0.02  # of replaying the log at a time
 FEED_S = 1.0  # the page's builder sees the directory so often; the database is written then too
 
@@ -102,15 +100,21 @@ class Tracker:
         self._leaving = leaving
         self._listen = parse_address(config.listen, "--listen")
         if not config.run:
-            raise OperatorError("No run is named: give --run DIR, the folder that p2pdiloco run new made.", 2)
+            raise OperatorError(
+                "No run is named: give --run DIR, the folder that p2pdiloco run new made.", USAGE
+            )
         self._dir = Path(config.run).expanduser()
         self._public = config.public_url.rstrip("/")
         if self._public and urlsplit(self._public).scheme not in ("http", "https"):
-            raise OperatorError(f"--public-url {self._public!r} has no scheme: write http://HOST:PORT.", 2)
+            raise OperatorError(
+                f"--public-url {self._public!r} has no scheme: write http://HOST:PORT.", USAGE
+            )
         try:
             urlsplit(self._public).port  # noqa: B018 - read for what it raises
         except ValueError:
-            raise OperatorError(f"--public-url {self._public!r} has no valid port: 1 to 65535.", 2) from None
+            raise OperatorError(
+                f"--public-url {self._public!r} has no valid port: 1 to 65535.", USAGE
+            ) from None
         self._wanted = Wanted(config.tensorboard, config.wandb)
         self._wanted.check()
         self._stack = AsyncExitStack()
@@ -384,13 +388,13 @@ class Tracker:
 
 def _open_run(folder: Path) -> tuple[RunId, RunSpec, bytes]:
     try:
-        signed = (folder / SPEC_FILE).read_bytes()
+        signed = (folder / SPEC).read_bytes()
     except FileNotFoundError:
         raise OperatorError(
             f"There is no run in {folder}: make one with p2pdiloco run new --out {folder}."
         ) from None
     except OSError as error:
-        raise OperatorError(f"{folder / SPEC_FILE} cannot be read: {error.strerror}.") from None
+        raise OperatorError(f"{folder / SPEC} cannot be read: {error.strerror}.") from None
     try:
         run, spec = open_run_spec(signed, verify_ed25519)
     except PeerError as error:

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES
 
 log = logging.getLogger("p2pdiloco.node")
-SETTINGS = 3  # exit code
 FLUSH_S = 10  # an open TensorBoard shows a point after so long at most
 MISSING = (
     "--{flag} needs a library that is not installed here: pip install 'p2pdiloco[{flag}]', or leave "
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
         """Without importing anything. Raises: OperatorError: a library is missing."""
         for flag, value in self._asdict().items():
             if value and importlib.util.find_spec(flag) is None:
-                raise OperatorError(MISSING.format(flag=flag), SETTINGS)
+                raise OperatorError(MISSING.format(flag=flag), FILES)
 
 
 class About(NamedTuple):
@@ -111,7 +111,7 @@ class WandbSink:
         if online and not wandb.login(prompt=False):
             raise OperatorError(
                 "--wandb: nobody is logged in to W&B here: run wandb login, or keep the files on this "
-                "machine with WANDB_MODE=offline.", SETTINGS,
+                "machine with WANDB_MODE=offline.", FILES,
             )  # fmt: skip
         self._html = wandb.Html
         self._run: Any = wandb.init(
@@ -184,9 +184,9 @@ class Tracking:
         except OperatorError:
             raise
         except OSError as error:
-            raise OperatorError(f"--tensorboard {folder}: {error.strerror or error}.", SETTINGS) from None
+            raise OperatorError(f"--tensorboard {folder}: {error.strerror or error}.", FILES) from None
         except Exception as error:  # noqa: BLE001 - whatever W&B raises is about its account or service
-            raise OperatorError(f"--wandb {project}: {str(error)[:300]}", SETTINGS) from None
+            raise OperatorError(f"--wandb {project}: {str(error)[:300]}", FILES) from None
         return sinks
 
     # In the thread.

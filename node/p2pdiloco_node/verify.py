@@ -10,14 +10,11 @@ evaluation shard, version 0) is read first: a damaged file is named.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress, TextColumn
 
 from p2pdiloco.diloco.compress import decode as decode_delta
 from p2pdiloco.diloco.compress import origin_of
@@ -45,13 +42,13 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.export.chain import entries_in
 from p2pdiloco_node.export.kept import Kept, blob_paths, has_blob, locate, offers, read_blob
 from p2pdiloco_node.ports import Array
+from p2pdiloco_node.progress import Watch, shown
 from p2pdiloco_node.storage.files import guarded
 
 RELATIVE = 1e-3  # tolerance for declared figures, as for a re-proposal (algorithm.md 5)
 
-Watch = Callable[[str, int, int], None]  # what is done, how many of them are, and of how many
-BLOBS_READ = "reading data and version 0"
-ENTRIES_REPLAYED = "replaying entries"
+BLOBS_READ = "Reading data and version 0"
+ENTRIES_REPLAYED = "Replaying entries"
 
 
 class Verified(NamedTuple):
@@ -83,7 +80,7 @@ def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
         if place >= start:
             replay.step(place + 1, rules[place], rules[place + 1], content)
         if progress is not None:
-            progress(ENTRIES_REPLAYED, place + 1, len(contents))
+            progress(ENTRIES_REPLAYED, place + 1, len(contents), "entries")
     return Verified(
         run=run, name=spec.name, first_version=rules[start].version, version=rules[-1].version,
         entries=len(entries), deltas=replay.deltas, state_root=replay.root(rules[-1]), blobs=blobs,
@@ -92,20 +89,8 @@ def verify_run(folder: Path, progress: Watch | None = None) -> Verified:
 
 def print_verified(folder: Path, *, as_json: bool) -> int:
     """The command: progress on a terminal, then what was verified. Raises: OperatorError."""
-    columns = (*Progress.get_default_columns(), TextColumn("{task.completed} of {task.total}"))
-    console = Console(stderr=True)
-    said = ""
-
-    def watch(what: str, done: int, total: int) -> None:
-        nonlocal said
-        if what != said and not console.is_terminal:
-            print(f"{what} ({total}) ...", file=sys.stderr, flush=True)
-        said = what
-        bar.update(task, description=what, completed=done, total=total)
-
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("opening", total=None)
-        verified = verify_run(folder, watch)
+    with shown(on_stderr=True) as told:
+        verified = verify_run(folder, told.progress)
     if as_json:
         plain = {k: v.hex() if isinstance(v, bytes) else v for k, v in verified._asdict().items()}
         print(json.dumps(plain))
@@ -176,7 +161,7 @@ def _check_named_blobs(kept: Kept, spec: RunSpec, progress: Watch | None) -> int
             )
         found += bool(paths)
         if progress is not None:
-            progress(BLOBS_READ, place, len(named))
+            progress(BLOBS_READ, place, len(named), "blobs")
     return found
 
 

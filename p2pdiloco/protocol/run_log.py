@@ -55,8 +55,7 @@ class RunLog:
         self, run: RunId, spec: RunSpec, entries: Iterable[Entry] = (), *, verify: Verify = verify_ed25519
     ) -> None:
         self.run = run
-        self._owner_key = spec.owner_key
-        self._target_version = spec.target_version
+        self.spec = spec
         self._verify = verify
         self._entries: list[Entry] = []
         self._points = [_Point(genesis_digest(run), 0, spec.committee.genesis, 0, 0, spec.target_tokens, 0)]
@@ -180,11 +179,11 @@ class RunLog:
         if word.kind == "recover" or word.committee is not None:
             return "a recovery is the owner's own entry and no proposal"
         if word.owner_sequence == 0:
-            reached = point.clock >= point.target_tokens or 0 < self._target_version <= point.version
+            reached = point.clock >= point.target_tokens or 0 < self.spec.target_version <= point.version
             return None if word == FINISH and reached else "no target of the RunSpec is reached"
         if word.owner_sequence <= point.owner_sequence:
             return "an owner's word that was followed already"
-        if not self._verify(self._owner_key, word.signature, word.statement(self.run, point.epoch)):
+        if not self._verify(self.spec.owner_key, word.signature, word.statement(self.run, point.epoch)):
             return "not signed by the owner"
         return None
 
@@ -194,7 +193,7 @@ class RunLog:
         """The epoch above this chain's that the owner begins with `entry`, wherever it stands; else None."""
         body = open_body(entry.body)
         newer = body.run == self.run and body.epoch > self.epoch
-        return body.epoch if newer and is_recovery(entry, self._owner_key) else None
+        return body.epoch if newer and is_recovery(entry, self.spec.owner_key) else None
 
     def recovers(self, entry: Entry) -> bool:
         """Whether `entry` is a recovery of a newer epoch that stands on an entry of this chain."""
@@ -212,7 +211,7 @@ class RunLog:
         if not 0 < body.index <= self.index or self.head_at(body.index) == body_digest(entry.body):
             return False
         point = self._points[body.index - 1]
-        if is_recovery(entry, self._owner_key):
+        if is_recovery(entry, self.spec.owner_key):
             return body.run == self.run and body.epoch > point.epoch and body.previous == point.head
         if not self._follows(body, point, body.index - 1):
             return False

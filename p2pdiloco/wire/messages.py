@@ -242,8 +242,13 @@ class Announce(Struct, frozen=True):
 
 
 class StateShown(Struct, frozen=True):
-    """How far its sender is, for whoever asks by GET; no message. What of it matters, the log proves."""
+    """How far its sender is, for whoever asks; like `Head` no message of the protocol.
 
+    Sealed by whoever shows it and with the asker's own number in it, so that nobody speaks for one that is gone.
+    That it is so, the log proves.
+    """
+
+    nonce: Bytes32  # the asker's
     epoch: Count
     index: Count  # applied
     head: Bytes32  # body digest at that index
@@ -282,12 +287,13 @@ Message = (
     | NodeReport
     | EvalReport
     | Announce
+    | StateShown
     | OwnerWordMessage
 )
 
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__args__}
 # Said to anybody, and meant to be passed on; every other kind names its receiver (wire/envelope.py).
-PASSED_ON: frozenset[type[Message]] = frozenset({PeerRecord, Head})
+PASSED_ON: frozenset[type[Message]] = frozenset({PeerRecord, Head, StateShown})
 # What is said within one epoch of the log and means nothing in another. All other kinds prove themselves, or
 # have nothing to do with the log; by them a node of an older epoch, or one that has just joined, catches up.
 OF_AN_EPOCH: frozenset[type[Message]] = frozenset(

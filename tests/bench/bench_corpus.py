@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 import msgspec
 from p2pdiloco_node.corpus.making import Request, make_data
-from p2pdiloco_node.corpus.progress import Lines
+from p2pdiloco_node.progress import Lines
 
 if __name__ == "__main__":
     out, tokenizer, jobs, *data = sys.argv[1:]

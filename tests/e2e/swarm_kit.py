@@ -18,7 +18,7 @@ import msgspec
 
 from p2pdiloco.ids import RunId
 from p2pdiloco_node.demo import TIMINGS
-from p2pdiloco_node.run_new import create_run
+from p2pdiloco_node.run_new import Order, create_run
 from p2pdiloco_node.telemetry import NodeStatus
 
 WORDS = "the swarm trains one model together over the ordinary internet\n"
@@ -37,9 +37,12 @@ def make_run(folder: Path, *, versions: int, pass_s: float = PASS_S, admission: 
     texts = write_texts(folder / "texts")
     return asyncio.run(
         create_run(
-            "tiny", "llama:tiny", [f"{texts}/*.txt"], 2**40, folder / "run", owner_key=folder / "owner.key",
-            admission=admission, target_version=versions, eval_every=4, seed=1,
-            inner={"inner_steps": 2**20, "pass_s": pass_s}, committee=TIMINGS,
+            Order(
+                "tiny", "llama:tiny", [f"{texts}/*.txt"], 2**40, admission=admission,
+                target_version=versions, eval_every=4, seed=1,
+                inner={"inner_steps": 2**20, "pass_s": pass_s}, committee=TIMINGS,
+            ),
+            folder / "run", owner_key=folder / "owner.key",
         )
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.frames import make_frame, open_frame
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.demo import TIMINGS
-from p2pdiloco_node.run_new import create_run
+from p2pdiloco_node.run_new import Order, create_run
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training.contributor import Record
@@ -42,9 +42,11 @@ def make_run(folder: Path) -> tuple[RunId, RunSpec]:
     out, key = folder / "run", folder / "owner.key"
     asyncio.run(
         create_run(
-            "tiny", "llama:tiny", [f"{texts}/*.txt"], 2**40, out, owner_key=key, admission="local",
-            target_version=10**6, eval_every=4, seed=1,
-            inner={"inner_steps": 2**20, "pass_s": 1.5}, committee=TIMINGS,
+            Order(
+                "tiny", "llama:tiny", [f"{texts}/*.txt"], 2**40, admission="local", target_version=10**6,
+                eval_every=4, seed=1, inner={"inner_steps": 2**20, "pass_s": 1.5}, committee=TIMINGS,
+            ),
+            out, owner_key=key,
         )
     )  # fmt: skip
     _, spec = open_run_spec((out / "spec.bin").read_bytes(), verify_ed25519)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco_node.demo import TIMINGS
-from p2pdiloco_node.run_new import create_run
+from p2pdiloco_node.run_new import Order, create_run
 
 from .swarm_kit import free_port, get, swarm_in, wait_for
 
@@ -34,11 +34,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
             )
     run = asyncio.run(
         create_run(
-            "evaluated", "llama:tiny", [f"{folder}/code/*.txt", f"{folder}/prose/*.txt"], 2**40,
-            folder / "run", owner_key=folder / "owner.key", admission="local", target_version=6,
-            eval_every=3, seed=1, tokenizer="bpe:400", eval_per_source=True, jobs=1,
-            inner={"inner_steps": 2**20, "pass_s": 1.0}, committee=TIMINGS,
-            samples={"prompts": ("def main(", "The swarm"), "tokens": 12},
+            Order(
+                "evaluated", "llama:tiny", [f"{folder}/code/*.txt", f"{folder}/prose/*.txt"], 2**40,
+                admission="local", target_version=6, eval_every=3, seed=1, tokenizer="bpe:400",
+                eval_per_source=True, jobs=1, inner={"inner_steps": 2**20, "pass_s": 1.0}, committee=TIMINGS,
+                samples={"prompts": ("def main(", "The swarm"), "tokens": 12},
+            ),
+            folder / "run", owner_key=folder / "owner.key",
         )
     )  # fmt: skip
     with swarm_in(folder, run, free_port()) as swarm:

@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 import msgspec
 from p2pdiloco_node.corpus import making
-from p2pdiloco_node.corpus.progress import Lines
+from p2pdiloco_node.progress import Lines
 
 making.INLINE_BYTES = 0
 if __name__ == "__main__":

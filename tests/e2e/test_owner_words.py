@@ -14,12 +14,12 @@ from p2pdiloco.protocol.actions import Settled
 from p2pdiloco.run_spec import open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
-from p2pdiloco_node.corpus.progress import Quiet
 from p2pdiloco_node.owner.fork import fork
 from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
+from p2pdiloco_node.progress import Quiet
 from p2pdiloco_node.run_checks import Declared
 from p2pdiloco_node.run_file import read_run_file, set_values
 from p2pdiloco_node.transport.http_session import make_session

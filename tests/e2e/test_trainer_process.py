@@ -24,7 +24,7 @@ from p2pdiloco.protocol.actions import Settled
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
-from p2pdiloco_node.run_new import Draft, create_run
+from p2pdiloco_node.run_new import Draft, Order, create_run
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.files import Files, replace_file
 from p2pdiloco_node.storage.keys import load_key, make_key
@@ -50,15 +50,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(out: Path, texts: Path, owner_key: Path, **changes: Any) -> None:
-    fields: dict[str, Any] = {
-        "inner": {"inner_steps": 10, "pass_s": 60.0},
-        "admission": "local",
-        "seed": 1,
-    } | changes
-    asyncio.run(
-        create_run("test", "llama:tiny", [f"{texts}/*.txt"], 10**6, out, owner_key=owner_key, **fields)
-    )
+def make(out: Path, texts: Path, owner_key: Path, tune: Any = None) -> None:
+    order = Order(
+        "test", "llama:tiny", [f"{texts}/*.txt"], 10**6, admission="local", seed=1,
+        inner={"inner_steps": 10, "pass_s": 60.0},
+    )  # fmt: skip
+    asyncio.run(create_run(order, out, owner_key=owner_key, tune=tune))
 
 
 @pytest.fixture(scope="module")

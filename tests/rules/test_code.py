@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco_node import run_folder
+
 LINES_MAX = 500
 BANNED_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
 BANNED_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "np.load", "numpy.load")
@@ -142,3 +144,15 @@ def test_no_machine_or_registry_is_named(root: Path, files: list[Path]) -> None:
         # A folder of the same name inside something else (RUN/work/) is no machine's path.
         found += [f"{path}: {name}" for name in PRIVATE if re.search(r"(?<!\w)" + re.escape(name), text)]
     assert not found, "the repository speaks of the project alone:\n" + "\n".join(found)
+
+
+def test_names_in_a_run_s_folder_are_written_once(root: Path, sources: list[Path]) -> None:
+    names = {run_folder.SPEC, run_folder.WITNESS_KEY, run_folder.HISTORY, run_folder.ADDRESS}
+    wrong = [
+        f"{path}:{node.lineno}: {node.value!r}"
+        for path in sources
+        if path.name != "run_folder.py"
+        for node in ast.walk(ast.parse((root / path).read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not wrong, "take it from node/p2pdiloco_node/run_folder.py: " + ", ".join(wrong)

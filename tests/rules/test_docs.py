@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from p2pdiloco import exit_codes
 from p2pdiloco.wire import log
 from p2pdiloco.wire.messages import KINDS, LastAck, Outcome
 
@@ -111,16 +112,30 @@ def test_every_outcome_is_explained(root: Path) -> None:
     assert not missing, f"docs/spec/wire.md does not explain {missing}"
 
 
-def test_every_exit_code_is_documented(root: Path, sources: list[Path]) -> None:
-    used = {2}  # cyclopts ends with it where a flag is wrong
-    for path in sources:
-        for node in ast.walk(ast.parse((root / path).read_text())):
-            if isinstance(node, ast.keyword) and node.arg == "exit_code":
-                constants = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
-                used |= {value for value in constants if isinstance(value, int)}
+def test_every_exit_code_is_documented(root: Path) -> None:
+    codes = {code for name, code in vars(exit_codes).items() if name.isupper()}
     page = (root / "docs/exit-codes.md").read_text()
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)}
-    assert used <= documented, f"exit codes without a line in docs/exit-codes.md: {sorted(used - documented)}"
+    assert codes <= documented, (
+        f"exit codes without a line in docs/exit-codes.md: {sorted(codes - documented)}"
+    )
+
+
+def bare_codes(source: str) -> list[int]:
+    """Lines of an OperatorError whose exit code is a number."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("OperatorError", "ModelRefused")
+        for value in (*node.args[1:], *(k.value for k in node.keywords if k.arg == "exit_code"))
+        if isinstance(value, ast.Constant)
+    ]
+
+
+def test_exit_codes_have_names(root: Path, sources: list[Path]) -> None:
+    wrong = [f"{path}:{line}" for path in sources for line in bare_codes((root / path).read_text())]
+    assert not wrong, f"an exit code is one of p2pdiloco/exit_codes.py: {', '.join(wrong)}"
+    assert bare_codes('raise OperatorError("no", 3)\nOperatorError("no", exit_code=3)') == [1, 2]
 
 
 def test_decisions_are_numbered_and_complete(root: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import DataSpec
 from p2pdiloco_node.corpus import packing, reading, tokenising
 from p2pdiloco_node.corpus.documents import Index
@@ -29,19 +30,19 @@ from p2pdiloco_node.corpus.planning import (
     source_names,
 )
 from p2pdiloco_node.corpus.processes import Processes
-from p2pdiloco_node.corpus.progress import BYTES as IN_BYTES
-from p2pdiloco_node.corpus.progress import Told, amount
 from p2pdiloco_node.corpus.readers import END, Broken, describe
 from p2pdiloco_node.corpus.segments import Counted
 from p2pdiloco_node.corpus.sources import HUB
 from p2pdiloco_node.corpus.token_input import shard_tokens
 from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokenizer, parse_choice
-from p2pdiloco_node.corpus.work import FOLDER, Plan, Taken, Tokenised, Work
+from p2pdiloco_node.corpus.work import Plan, Taken, Tokenised, Work
+from p2pdiloco_node.progress import BYTES as IN_BYTES
+from p2pdiloco_node.progress import Told, amount
+from p2pdiloco_node.run_folder import BLOBS, MAKING
 from p2pdiloco_node.storage.files import make_folder
 
-BLOBS = "blobs"
 INLINE_BYTES = 8 << 20  # a smaller corpus is made before processes have started
-OWNER_MENDS = (2, 3)  # exit codes of what lies in the command or the files
+OWNER_MENDS = (USAGE, FILES)  # exit codes of what lies in the command or the files
 
 
 class Request(NamedTuple):
@@ -69,8 +70,8 @@ def make_data(request: Request, out: Path, told: Told, stop: threading.Event | N
     stop = stop or threading.Event()
     jobs = request.jobs or len(os.sched_getaffinity(0))
     if not 0 < jobs <= limits.making_jobs_max:
-        raise OperatorError(f"--jobs is 0 to {limits.making_jobs_max}.", exit_code=2)
-    work = Work(out / FOLDER)
+        raise OperatorError(f"--jobs is 0 to {limits.making_jobs_max}.", exit_code=USAGE)
+    work = Work(out / MAKING)
     plan, tokenizer = make_plan(request, parse_choice(request.tokenizer))
     check_enough(plan, request.seq_len)
     old = work.plan()
@@ -99,7 +100,7 @@ def make_data(request: Request, out: Path, told: Told, stop: threading.Event | N
 
 def forget_work(out: Path) -> None:
     """Remove the work folder: the run is signed. What cannot be removed stays."""
-    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    shutil.rmtree(out / MAKING, ignore_errors=True)
 
 
 def _remove(work: Work, new: Sequence[Path]) -> None:
@@ -262,7 +263,7 @@ class _Making:
             gone = behind
             self._told.progress("Writing shards", len(refs), shards, "shards")
         tokenizer = self._tokenizer()
-        sets = packing.evaluation_sets(work, blobs, split, self._plan.buckets, width)
+        sets = packing.evaluation_sets(work, blobs, split, self._plan.buckets, tokenizer)
         spec = packing.tokenizer_spec(work, blobs, self._plan.command.tokenizer, tokenizer)
         data = DataSpec(spec, width, tuple(refs[number] for number in range(shards)), sets)
         work.keep(data)

@@ -52,9 +52,10 @@ def pack_shard(root: str, blobs: str, number: int) -> tuple[int, BlobRef]:
 
 
 def evaluation_sets(
-    work: Work, blobs: Path, split: Split, buckets: int, token_bytes: int
+    work: Work, blobs: Path, split: Split, buckets: int, tokenizer: Tokenizer
 ) -> tuple[EvaluationSet, ...]:
     """What is held out, in the order of the digests. Raises: OperatorError."""
+    token_bytes = tokenizer.vocabulary.token_bytes
     found: dict[bytes, Held] = {}
     for bucket in range(buckets):
         held = msgspec.msgpack.decode(work.held_of(bucket).read_bytes(), type=list[Held])
@@ -67,8 +68,12 @@ def evaluation_sets(
             # One frame. Only a tokenizer with several tokens for a byte comes that far.
             if content and len(content) + len(document.tokens) > limits.frame_content_bytes_max:
                 break
-            content += document.tokens[: limits.frame_content_bytes_max]
-            text_bytes += document.text_bytes
+            tokens = document.tokens[: limits.frame_content_bytes_max]
+            content += tokens
+            if len(tokens) == len(document.tokens):
+                text_bytes += document.text_bytes
+            else:  # of the text only what they stand for: bits per byte would look better than they are
+                text_bytes += tokenizer.text_bytes(np.frombuffer(tokens, f"<u{token_bytes}"))
         ref = put_frame(work, blobs, bytes(content), len(content) // token_bytes)
         sets.append(EvaluationSet(held_set.name, ref, max(1, text_bytes)))
     return tuple(sets)

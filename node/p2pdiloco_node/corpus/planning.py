@@ -12,9 +12,9 @@ from typing import Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco.run_spec import DataSpec
 from p2pdiloco_node.corpus.held_out import WHOLE
-from p2pdiloco_node.corpus.progress import Told, amount
 from p2pdiloco_node.corpus.sources import HUB, PARQUET, TOKENS, find_inputs
 from p2pdiloco_node.corpus.tables import hub_parts
 from p2pdiloco_node.corpus.token_input import count_tokens
@@ -27,7 +27,9 @@ from p2pdiloco_node.corpus.tokenizer import (
     Vocabulary,
     read_file,
 )
-from p2pdiloco_node.corpus.work import FOLDER, Command, Plan
+from p2pdiloco_node.corpus.work import Command, Plan
+from p2pdiloco_node.progress import Told, amount
+from p2pdiloco_node.run_folder import MAKING
 
 # Bytes on disk for each byte of text. Cleaned text compressed lightly; tokens by their width: a byte each, or
 # about one for four bytes of text, and some more for other languages; shards are never larger than tokens.
@@ -55,7 +57,7 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
     Raises: OperatorError: something that was asked for cannot be.
     """
     if asked.seed < 0:
-        raise OperatorError("--seed is a whole number from 0 on.", exit_code=2)
+        raise OperatorError("--seed is a whole number from 0 on.", exit_code=USAGE)
     tokenizer: bytes | None = None
     end: str | None = None
     vocabulary: Vocabulary | None = None
@@ -76,7 +78,7 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
             if vocabulary is None:
                 raise OperatorError(
                     f"{entry.path} holds tokens: name the tokenizer that made them with --tokenizer FILE.",
-                    exit_code=2,
+                    exit_code=USAGE,
                 )
             count_tokens(Path(entry.path), vocabulary.token_bytes)
     data = tuple(asked.data or ())
@@ -84,7 +86,7 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
         raise OperatorError(
             f"--eval-per-source makes a set for each --data, {limits.evaluation_sources_max} at most: join "
             "some with a glob or a folder.",
-            exit_code=2,
+            exit_code=USAGE,
         )
     command = Command(data, asked.text_key, name, end or "", asked.eval_per_source, asked.seed)
     plan = Plan(command, inputs, vocabulary)
@@ -126,7 +128,7 @@ def check_size(data: DataSpec, seq_len: int) -> None:
 
 def check_same(old: Plan, new: Plan, out: Path) -> None:
     """Raises: OperatorError: the folder holds another command's half-made data, or the input has changed."""
-    where = f"remove {out / FOLDER} to start anew, or choose another folder with --out"
+    where = f"remove {out / MAKING} to start anew, or choose another folder with --out"
     if old.command != new.command:
         given = _words(old.command)
         wanted = _words(new.command)
@@ -162,7 +164,7 @@ def check_disk(plan: Plan, out: Path, told: Told) -> None:
         raise OperatorError(
             f"making the data needs about {amount(needed)} of disk at {out}{more}, and {amount(free)} are "
             "free: make room, or choose a folder on another disk with --out.",
-            exit_code=6,
+            exit_code=RESOURCES,
         )
     told.say(
         f"About {amount(known)} of text in {len(plan.inputs):,} files. The data need about {amount(needed)} "

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ def _result(future: Future[T]) -> T:
         raise OperatorError(
             "a process that prepares the data was killed; is the memory enough? Give the same command "
             "again, it goes on where it was; --jobs 1 needs less.",
-            exit_code=6,
+            exit_code=RESOURCES,
         ) from None
 
 

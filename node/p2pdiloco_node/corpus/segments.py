@@ -8,7 +8,7 @@ after bucket is the shuffled corpus, whatever the number of segments, buckets an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from p2pdiloco import limits
 from p2pdiloco_node.corpus.documents import RECORD, Index, first_of_copies, index_of, shuffled
 
 LEVEL = 1  # written and read once
+BUCKETS_MAX = 2**24  # the bits of the order that tell them apart
 HEAD_BYTES = 8  # the size of the head, before it
 Write = Callable[[Path, Sequence[bytes]], None]
 """A file with these parts, whole or not at all."""
@@ -74,6 +76,11 @@ class Slice(NamedTuple):
         starts = ends - self.records["size"]
         return [self.texts[a:b] for a, b in zip(starts[places].tolist(), ends[places].tolist(), strict=True)]
 
+    def within(self, number: int, buckets: int) -> Slice:
+        """Those of one of so many buckets."""
+        places = np.flatnonzero(bucket_of(self.records, buckets) == number)
+        return Slice(self.records[places], b"".join(self.documents(places)))
+
 
 class Builder:
     """Collects documents until they are written as one segment."""
@@ -127,6 +134,13 @@ class Segment:
         self._records_at = HEAD_BYTES + size
         self._table = np.frombuffer(self.head.table, np.int64).reshape(-1, 5)
 
+    @property
+    def buckets(self) -> int:
+        return len(self._table)
+
+    def text_bytes(self, bucket: int) -> int:
+        return int(self._table[bucket, 4])
+
     def records(self, bucket: int) -> Index:
         """What is known of a bucket's documents, without their text."""
         size, _, _, count, _ = self._table[bucket].tolist()
@@ -151,15 +165,30 @@ class Segment:
 
 
 def bucket_of(index: Index, buckets: int) -> npt.NDArray[np.int64]:
-    """Equal ranges of the order, at most 2**24 of them."""
+    """Equal ranges of the order, at most `BUCKETS_MAX` of them; n times as many divide each into n."""
     return ((index["order"] >> np.uint64(40)) * np.uint64(buckets) >> np.uint64(24)).astype(np.int64)
 
 
-def read_bucket(segments: Iterable[Segment], bucket: int) -> tuple[Slice, npt.NDArray[np.int64]]:
-    """A bucket of all segments, and the places in it of what stays, shuffled: of copies only the first."""
-    slices = [segment.read(bucket) for segment in segments]
-    whole = Slice(
-        np.concatenate([np.empty(0, RECORD), *(s.records for s in slices)]), b"".join(s.texts for s in slices)
-    )
-    kept = first_of_copies(whole.records)
-    return whole, kept[shuffled(whole.records[kept])]
+def read_bucket(segments: Sequence[Segment], bucket: int) -> Iterator[tuple[Slice, npt.NDArray[np.int64]]]:
+    """A bucket of all segments, and the places in it of what stays, shuffled: of copies only the first.
+
+    How many buckets there are was chosen before the corpus was read. Where there was more text in it than
+    compressed files looked like, a bucket comes in equal ranges of the order, one after the other, of about
+    `limits.bucket_bytes` each: in memory there is one of them, and of what comes out nothing changes.
+    """
+    size = sum(segment.text_bytes(bucket) for segment in segments)
+    if not size:
+        return
+    buckets = segments[0].buckets
+    parts = min(-(-size // limits.bucket_bytes), BUCKETS_MAX // buckets)
+    for part in range(parts):
+        slices = []
+        for segment in segments:
+            piece = segment.read(bucket)
+            slices.append(piece if parts == 1 else piece.within(bucket * parts + part, buckets * parts))
+        whole = Slice(
+            np.concatenate([np.empty(0, RECORD), *(s.records for s in slices)]),
+            b"".join(s.texts for s in slices),
+        )
+        kept = first_of_copies(whole.records)
+        yield whole, kept[shuffled(whole.records[kept])]

@@ -11,6 +11,7 @@ from typing import IO, Protocol
 import zstandard
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
 
 READ_BYTES = 1 << 20
 PACKED_BYTES = (
@@ -54,7 +55,7 @@ def cannot_read(path: Path | str, error: OSError) -> OperatorError:
     return OperatorError(
         f"{path} cannot be read ({error.strerror}): mend that and give the same command again, it goes on "
         "where it was; or leave the file out with --data.",
-        exit_code=6,
+        exit_code=RESOURCES,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import NETWORK, USAGE
 from p2pdiloco_node.corpus.streams import cannot_read
 
 PAGE_BYTES = 1 << 20  # read from a file at a time
@@ -85,7 +86,7 @@ def read_hub(name: str, column: str, first: int) -> Iterator[Rows]:
         raise OperatorError(
             f"hf:{name} needs the datasets library: pip install 'p2pdiloco[hub]', or fetch the files "
             "yourself and name them with --data.",
-            exit_code=2,
+            exit_code=USAGE,
         ) from None
     where, config, split = hub_parts(name)
     row = first
@@ -103,7 +104,7 @@ def read_hub(name: str, column: str, first: int) -> Iterator[Rows]:
         raise OperatorError(
             f"hf:{name} could not be read at row {row} ({_first_line(error)}): check the network and the "
             "name and give the same command again, or fetch the files yourself and name them with --data.",
-            exit_code=4,
+            exit_code=NETWORK,
         ) from None
     raise OperatorError(f"hf:{name} has no column {column!r}{columns_words(known)}.")
 
@@ -113,7 +114,7 @@ def hub_parts(name: str) -> tuple[str, str | None, str]:
     train, validation or test. Raises: OperatorError."""
     parts = name.split(":")
     if not parts[0] or len(parts) > 3:
-        raise OperatorError(f"hf:{name} is not hf:NAME[:CONFIG][:SPLIT].", exit_code=2)
+        raise OperatorError(f"hf:{name} is not hf:NAME[:CONFIG][:SPLIT].", exit_code=USAGE)
     if len(parts) == 2 and parts[1] in SPLITS:
         parts.insert(1, "")
     config, split = (*parts[1:], "", "")[:2]
@@ -126,7 +127,7 @@ def _open_parquet(path: Path, column: str) -> Any:
         import pyarrow.parquet as pq
     except ImportError:
         raise OperatorError(
-            f"{path} is read with the pyarrow library: pip install 'p2pdiloco[node]'.", exit_code=2
+            f"{path} is read with the pyarrow library: pip install 'p2pdiloco[node]'.", exit_code=USAGE
         ) from None
     try:
         file = pq.ParquetFile(path, buffer_size=PAGE_BYTES, pre_buffer=False, memory_map=False)

@@ -49,15 +49,15 @@ def _sample(root: str) -> Iterator[str]:
     left = limits.tokenizer_sample_bytes_max
     held = split_of(root).held
     for bucket in range(plan_of(root).buckets):
-        whole, places = read_bucket(segments_of(root), bucket)
-        index = whole.records[places]
-        for digest, text in zip(digests_of(index), whole.documents(places), strict=True):
-            if digest in held:
-                continue
-            yield text.decode()
-            left -= len(text)
-            if left <= 0:
-                return
+        for whole, places in read_bucket(segments_of(root), bucket):
+            index = whole.records[places]
+            for digest, text in zip(digests_of(index), whole.documents(places), strict=True):
+                if digest in held:
+                    continue
+                yield text.decode()
+                left -= len(text)
+                if left <= 0:
+                    return
 
 
 def tokenise_bucket(root: str, bucket: int) -> tuple[int, int]:
@@ -65,20 +65,28 @@ def tokenise_bucket(root: str, bucket: int) -> tuple[int, int]:
     work = Work(Path(root))
     tokenizer = tokenizer_of(root)
     held_out = split_of(root).held
-    whole, places = read_bucket(segments_of(root), bucket)
     width = tokenizer.vocabulary.token_bytes
-    sides = divide(whole.records[places], whole.documents(places), held_out, width)
-    ends = _encode(tokenizer, [(text, ready) for _, text, ready in sides.held_out])
-    kept = [
-        Held(digest, tokens.tobytes(), tokenizer.text_bytes(tokens[:-1]) if ready else len(text))
-        for (digest, text, ready), tokens in zip(sides.held_out, ends, strict=True)
-    ]
-    encoded = _encode(tokenizer, sides.training)
-    # First what is held out: the tokens' name says that the bucket is done.
-    work.write(work.held_of(bucket), [msgspec.msgpack.encode(kept)])
-    data = np.concatenate(encoded).tobytes() if encoded else b""
-    work.write(work.tokens_of(bucket), [data])
-    return bucket, len(data) // tokenizer.vocabulary.token_bytes
+    kept: list[Held] = []
+    size = 0
+
+    def parts() -> Iterator[bytes]:
+        nonlocal size
+        for whole, places in read_bucket(segments_of(root), bucket):
+            sides = divide(whole.records[places], whole.documents(places), held_out, width)
+            ends = _encode(tokenizer, [(text, ready) for _, text, ready in sides.held_out])
+            kept.extend(
+                Held(digest, tokens.tobytes(), tokenizer.text_bytes(tokens[:-1]) if ready else len(text))
+                for (digest, text, ready), tokens in zip(sides.held_out, ends, strict=True)
+            )
+            encoded = _encode(tokenizer, sides.training)
+            data = np.concatenate(encoded).tobytes() if encoded else b""
+            size += len(data)
+            yield data
+        # Before the tokens have their name, which says that the bucket is done.
+        work.write(work.held_of(bucket), [msgspec.msgpack.encode(kept)])
+
+    work.write(work.tokens_of(bucket), parts())
+    return bucket, size // width
 
 
 def _encode(tokenizer: Tokenizer, documents: Sequence[tuple[bytes, bool]]) -> list[Tokens]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import Digest
 from p2pdiloco.run_spec import TokenizerSpec
 from p2pdiloco.wire.frames import open_frame
@@ -126,7 +127,7 @@ def parse_choice(text: str) -> Choice:
             raise OperatorError(
                 f"--tokenizer {text!r}: write bpe:N with a vocabulary N of {BPE_VOCAB_MIN} to "
                 f"{limits.tokenizer_vocab_max}, such as bpe:4096.",
-                exit_code=2,
+                exit_code=USAGE,
             )
         return Choice(BPE, vocab_size=size)
     path = Path(text).expanduser()
@@ -134,7 +135,7 @@ def parse_choice(text: str) -> Choice:
     if not path.is_file():
         raise OperatorError(
             f"--tokenizer {text!r} is neither bytes, nor bpe:N, nor a tokenizer.json that is there.",
-            exit_code=2,
+            exit_code=USAGE,
         )
     return Choice(FILE, path=path)
 
@@ -218,6 +219,6 @@ def _library() -> Any:
         import tokenizers
     except ImportError:
         raise OperatorError(
-            "tokenizers other than bytes need a library: pip install 'p2pdiloco[node]'.", exit_code=2
+            "tokenizers other than bytes need a library: pip install 'p2pdiloco[node]'.", exit_code=USAGE
         ) from None
     return tokenizers

@@ -17,7 +17,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -31,10 +31,9 @@ from p2pdiloco_node.corpus.held_out import Split
 from p2pdiloco_node.corpus.readers import END, Part
 from p2pdiloco_node.corpus.sources import HUB, JSONL, PARQUET, TEXT, TOKENS, Input
 from p2pdiloco_node.corpus.tokenizer import Vocabulary
-from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
+from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file_by
 
 T = TypeVar("T")
-FOLDER = "making"
 SHARD_LINE = re.compile(r"(\d+) ([0-9a-f]{64}) (\d+) (\d+)\n")
 PIECES_MIN = 16  # a small corpus is divided, too, so that all processes have something to do
 HUB_BYTES = 16 << 30  # assumed of a dataset whose size nobody knows
@@ -131,9 +130,9 @@ class Work:
     def held_of(self, bucket: int) -> Path:
         return self.tokens / f"{bucket:06}.held"
 
-    def write(self, path: Path, parts: Sequence[bytes]) -> None:
-        """Whole or not at all, durably. Raises: OperatorError."""
-        replace_file(self.files, path, *parts)
+    def write(self, path: Path, parts: Iterable[bytes]) -> None:
+        """Whole or not at all, durably; parts may be made meanwhile. Raises: OperatorError."""
+        replace_file_by(self.files, path, parts)
 
     def plan(self) -> Plan | None:
         return self._read("plan.bin", Plan)

@@ -30,11 +30,12 @@ from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.frames import open_frame
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import SnapshotOffer
-from p2pdiloco_node.export.chain import Chain, Watch
+from p2pdiloco_node.export.chain import Chain
 from p2pdiloco_node.export.weights import Chunk
 from p2pdiloco_node.ports import Array
+from p2pdiloco_node.progress import Watch
 
-STEPS = "computing outer steps"
+STEPS = "Computing outer steps"
 
 
 class Read(Protocol):
@@ -167,9 +168,9 @@ def _advance(
 ) -> Certified:
     """Raises: OperatorError where the state that comes out is not the certified one."""
     for done, step in enumerate(steps):
-        watch(STEPS, done, len(steps))
+        watch(STEPS, done, len(steps), "steps")
         _apply(chain.spec, state, step, read)
-    watch(STEPS, len(steps), len(steps))
+    watch(STEPS, len(steps), len(steps), "steps")
     index = chain.made_at(version)
     roots = roots_of(state)
     if not chain.certifies(index, roots.params, roots.momentum, chain.rules_at(index, rules, start)):

@@ -20,11 +20,11 @@ from p2pdiloco.wire.envelope import verify_entry
 from p2pdiloco.wire.log import Content, Entry, OuterStep, state_root
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco_node.progress import Watch
 from p2pdiloco_node.storage import journal
 
 Read = Callable[[int], bytes]
-Watch = Callable[[str, int, int], None]  # what is done, how much of it is, and of how much (0: not known)
-CHECKING = "checking the log"
+CHECKING = "Checking the log"
 
 
 class Share(NamedTuple):
@@ -86,27 +86,32 @@ def entries_in(read: Read, *, where: str) -> Entries:
         size += journal.FRAME_HEAD_BYTES + len(payload)
 
 
-class Chain:
-    """The log up to an index; every entry was checked."""
+def checked(run: RunId, spec: RunSpec, found: Entries, watch: Watch, *, where: str) -> Chain:
+    """Costs a tenth of a millisecond a signature. Raises: OperatorError naming the entry that fails."""
+    log, entries = RunLog(run, spec), found.whole
+    for number, entry in enumerate(entries, start=1):
+        try:
+            verify_entry(entry, run, verify_ed25519)
+            log.append(entry)
+        except PeerError as error:
+            raise OperatorError(
+                f"{where} does not verify: entry {number}: {error}. Nothing of it is used; try another "
+                "copy of the run.",
+                RUN,
+            ) from None
+        watch(CHECKING, number, len(entries), "entries")
+    return Chain(log, damaged=found.damaged, where=where)
 
-    def __init__(self, run: RunId, spec: RunSpec, found: Entries, watch: Watch, *, where: str) -> None:
-        """Costs a tenth of a millisecond a signature. Raises: OperatorError naming the entry that fails."""
-        self.run, self.spec = run, spec
+
+class Chain:
+    """A checked log, up to an index."""
+
+    def __init__(self, log: RunLog, *, damaged: bool, where: str) -> None:
+        """`damaged`: behind its last entry. `where` it was found."""
+        self.run, self.spec = log.run, log.spec
         self.where = where
-        self.damaged = found.damaged  # behind its last entry
-        entries = found.whole
-        self._log = RunLog(run, spec)
-        for number, entry in enumerate(entries, start=1):
-            try:
-                verify_entry(entry, run, verify_ed25519)
-                self._log.append(entry)
-            except PeerError as error:
-                raise OperatorError(
-                    f"{where} does not verify: entry {number}: {error}. Nothing of it is used; try another "
-                    "copy of the run.",
-                    RUN,
-                ) from None
-            watch(CHECKING, number, len(entries))
+        self.damaged = damaged
+        self._log = log
         self._made_at: list[int] = [0]  # by version: the index of the entry that made it
         for index in range(1, self._log.index + 1):
             if isinstance(self._log.content(index), OuterStep):

@@ -20,21 +20,20 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import RUN, USAGE
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.frames import open_frame
 from p2pdiloco_node.config import parse_join
-from p2pdiloco_node.export.chain import Watch
 from p2pdiloco_node.export.config_files import Config, full_config
 from p2pdiloco_node.export.hf_folder import Content, Folder, write_folder
-from p2pdiloco_node.export.progress import Progressing
 from p2pdiloco_node.export.sources import Found, check_room, from_folder, from_link, room_needed
 from p2pdiloco_node.export.weights import VALUE_BYTES, write_file
+from p2pdiloco_node.progress import BYTES, Watch, shown
 from p2pdiloco_node.storage.files import Files, guarded
 from p2pdiloco_node.training.supervisor import trainer_environment
 
-USAGE = 2  # exit code
 HELD_OUT = "held-out.npy"
-WRITING = "writing the model"
+WRITING = "Writing the model"
 FETCHED, MADE = "fetched", "made"  # in the temporary folder
 DEFAULT_DATA_DIR = "p2pdiloco-node"
 
@@ -53,8 +52,8 @@ class Options(NamedTuple):
 
 def print_export(options: Options) -> int:
     """The command. Raises: OperatorError; then OUT is as it was."""
-    with Progressing() as told, _ended_by_sigterm():
-        folder = export(options, told)
+    with shown(on_stderr=True) as told, _ended_by_sigterm():
+        folder = export(options, told.progress)
     facts = folder.facts
     size = sum(file.size for file in folder.files)
     print(
@@ -123,7 +122,7 @@ def find(options: Options, fetched: Path, told: Watch) -> Found:
 
 def _fill(made: Path, found: Found, dtype: str, told: Watch) -> Folder:
     files = Files()
-    params = found.origin.spec.model.params
+    params, value_bytes = found.origin.spec.model.params, VALUE_BYTES[dtype]
 
     def fill_in(config: Config) -> Config | None:
         return full_config(config, found.origin.spec.model, trainer_environment(1))
@@ -134,7 +133,7 @@ def _fill(made: Path, found: Found, dtype: str, told: Watch) -> Folder:
             made,
             Content(found.origin, found.heard, found.tokenizer_json, dtype),
             found.certified.chunks,
-            lambda values: told(WRITING, values, params),
+            lambda values: told(WRITING, values * value_bytes, params * value_bytes, BYTES),
             fill_in=fill_in,
         )
     except TransportError as error:  # chunks are read only now
@@ -158,7 +157,7 @@ def _held_out(spec: RunSpec, frame: bytes) -> bytes:
         raw = open_frame(frame, width * count)
     except PeerError as error:
         raise OperatorError(
-            f"The run's held-out text is not what its RunSpec says ({error}): tell the owner of the run.", 5
+            f"The run's held-out text is not what its RunSpec says ({error}): tell the owner of the run.", RUN
         ) from None
     file = io.BytesIO()
     np.lib.format.write_array(file, np.frombuffer(raw, f"<u{width}"))

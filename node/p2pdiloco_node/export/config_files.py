@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.run_spec import ModelSpec, TokenizerSpec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco_node.export.names import ARCHITECTURES
@@ -24,7 +25,6 @@ from p2pdiloco_node.training.families import open_config
 PROCESS = (sys.executable, "-P", "-m", "p2pdiloco_node.export.hf_config")
 PROCESS_S_MAX = 300.0  # importing torch and transformers on a busy machine takes 10 s
 UNUSED_IDS_MAX = 1024  # listed in generation_config.json
-RUN = 5  # exit code
 Config = dict[str, Any]
 
 

@@ -6,7 +6,6 @@ evaluation are what a tracker says of the run: no entry certifies them, and the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.ids import Digest, RunId, merkle_root, short
+from p2pdiloco.rules.evaluation import bits_per_byte, perplexity
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.status import clean_name, clean_text
 from p2pdiloco_node import __version__
@@ -134,8 +134,8 @@ def _evaluation(spec: RunSpec, said: Evaluation | None) -> Facts | None:
     return {
         "version": said.version,
         "loss": said.loss,
-        "perplexity": math.exp(said.loss),
-        "bits_per_byte": said.loss / math.log(2) * first.shard.tokens / first.text_bytes,
+        "perplexity": perplexity(said.loss),
+        "bits_per_byte": bits_per_byte(said.loss, first),
         "tokens": said.tokens,
         "said_by": "the run's tracker",
     }

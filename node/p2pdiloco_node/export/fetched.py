@@ -10,7 +10,6 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,6 +19,7 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import NETWORK
 from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import decode
@@ -28,16 +28,18 @@ from p2pdiloco.wire.messages import PeerRecord, SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
-from p2pdiloco_node.contact import NETWORK, fetch_peers, fetch_run_spec
-from p2pdiloco_node.export.chain import Entries, Watch, entries_in
+from p2pdiloco_node.contact import fetch_peers, fetch_run_spec
+from p2pdiloco_node.export.chain import Chain
 from p2pdiloco_node.export.facts import Evaluation, Heard
+from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.progress import Watch
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.transport.addresses import check_address, url_host
-from p2pdiloco_node.transport.bodies import Pace, read_parts
+from p2pdiloco_node.transport.bodies import Pace
 from p2pdiloco_node.transport.fetching import Fetcher
 from p2pdiloco_node.transport.guards import Strikes
-from p2pdiloco_node.transport.http_session import make_session, read_refusal, retry_after_s
+from p2pdiloco_node.transport.http_session import make_session, read_capped, read_refusal, retry_after_s
 from p2pdiloco_node.transport.readers import Snapshots
 from p2pdiloco_node.transport.traffic import Traffic
 
@@ -46,7 +48,8 @@ TRIES = 4  # of one request, each where the one before broke off
 PAUSE_S = 1.0
 PAGE_BYTES_MAX = 8 * limits.MIB  # the page as JSON: a thousand nodes at 2 KiB
 SNAPSHOTS_BYTES_MAX = limits.snapshots_kept * limits.message_bytes_max + limits.KIB
-LOG, BLOBS = "fetching the log", "fetching"
+BLOBS = "Fetching"
+ADVICE = "--join http://HOST:PORT/#RUNID"
 
 
 class _Point(msgspec.Struct):
@@ -137,16 +140,15 @@ class LinkedRun:
     def _urls_of(self, peer: PeerId) -> list[str]:
         return self._urls.get(peer, [])
 
-    async def entries(self) -> Entries:
+    async def chain(self, run: RunId, spec: RunSpec) -> Chain:
         """The log that the host has. Raises: OperatorError."""
-        data = bytearray()
-        await self._get("/v1/log", data, limits.log_fetched_bytes_max)
-        return await asyncio.to_thread(entries_in, BytesIO(data).read, where=f"the log of {self._link.url}")
+        reader = LogReader(self._session, run, spec, self._link.url, self._watch, advice=ADVICE)
+        await reader.read()
+        return Chain(reader.log, damaged=reader.damaged, where=self._link.url)
 
     async def offers(self) -> list[SnapshotOffer]:
         """Snapshots that the host has, not checked yet. Raises: OperatorError."""
-        data = bytearray()
-        await self._get("/v1/snapshots", data, SNAPSHOTS_BYTES_MAX)
+        data = await self._get("/v1/snapshots", SNAPSHOTS_BYTES_MAX)
         try:
             opened = await asyncio.to_thread(
                 decode, bytes(data), Snapshots, bytes_max=SNAPSHOTS_BYTES_MAX
@@ -159,9 +161,8 @@ class LinkedRun:
 
     async def heard(self, version: int) -> Heard:
         """What the tracker's page says of `version`, or of the nearest evaluated one before it."""
-        data = bytearray()
         try:
-            await self._get("/api/status", data, PAGE_BYTES_MAX)
+            data = await self._get("/api/status", PAGE_BYTES_MAX)
             return _heard(bytes(data), version)
         except (OperatorError, msgspec.MsgspecError, RecursionError):
             return Heard()  # a card without these is still a card
@@ -193,7 +194,7 @@ class LinkedRun:
                         await asyncio.sleep(error.retry_after_s or PAUSE_S * 2**failures)
             since = time.monotonic()
             done += 1
-            self._watch(f"{BLOBS} {what}", done, len(wanted))
+            self._watch(f"{BLOBS} {what}", done, len(wanted), "blobs")
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -202,19 +203,14 @@ class LinkedRun:
         except* OperatorError as failed:
             raise failed.exceptions[0] from None
 
-    async def _get(self, path: str, data: bytearray, bytes_max: int) -> None:
-        """Append the answer's body to `data`; where it breaks off it is gone on with.
-
-        Raises: OperatorError.
-        """
+    async def _get(self, path: str, bytes_max: int) -> bytes:
+        """An answer's body. Raises: OperatorError."""
         why = "no answer"
         for number in range(TRIES):
             if number:
                 await asyncio.sleep(PAUSE_S)
             try:
-                if await self._get_once(path, data, bytes_max):
-                    return
-                why = "busy"
+                return await self._get_once(path, bytes_max)
             except (aiohttp.ClientError, TimeoutError, OSError, PeerError, ValueError) as error:
                 why = str(error) or type(error).__name__
             except TransportError as error:
@@ -223,34 +219,19 @@ class LinkedRun:
                     await asyncio.sleep(error.retry_after_s)
         raise OperatorError(
             f"{self._link.url}{path} did not come ({why}): it may run an older build, or be overloaded; try "
-            "again later, or name another node of the run with --join http://HOST:PORT/#RUNID.",
+            f"again later, or name another node of the run with {ADVICE}.",
             NETWORK,
         )
 
-    async def _get_once(self, path: str, data: bytearray, bytes_max: int) -> bool:
-        headers = {"Range": f"bytes={len(data)}-"} if data else {}
-        async with self._session.get(
-            f"{self._link.url}{path}", headers=headers, allow_redirects=False
-        ) as answer:  # fmt: skip
+    async def _get_once(self, path: str, bytes_max: int) -> bytes:
+        """Raises: TransportError, PeerError, what aiohttp raises."""
+        async with self._session.get(f"{self._link.url}{path}", allow_redirects=False) as answer:
             if answer.status in (429, 503):
                 raise TransportError(f"answered {answer.status}", retry_after_s(answer))
-            if answer.status not in (200, 206):
+            if answer.status != 200:
                 said = await read_refusal(answer)
                 raise TransportError(f"answered {answer.status} {str(said.get('reason', ''))[:40]}".strip())
-            if answer.status == 200:
-                data.clear()
-            length = answer.content_length
-            encoded = answer.headers.get("Content-Encoding", "identity").lower() != "identity"
-            if length is None or encoded:
-                raise TransportError("an answer without a length, or encoded")
-            if len(data) + length > bytes_max:
-                raise TransportError(f"an answer of {length} bytes, at most {bytes_max} expected")
-            total = len(data) + length
-            async for part in read_parts(answer.content, length, Pace().for_size(length)):
-                data += part
-                if path == "/v1/log":
-                    self._watch(LOG, len(data), total)
-            return True
+            return await read_capped(answer, bytes_max, Pace().for_size(answer.content_length or 0))
 
 
 def _not_fetched(what: str, donors: Sequence[PeerId], error: TransportError) -> OperatorError:

@@ -27,12 +27,21 @@ from p2pdiloco_node.export.certified import KeptArrays
 from p2pdiloco_node.export.chain import Entries, entries_in
 from p2pdiloco_node.export.facts import Evaluation, Heard
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.run_folder import (
+    BLOBS,
+    HISTORY,
+    JOURNAL,
+    LINK,
+    LOG,
+    RUN,
+    RUNS,
+    SNAPSHOTS,
+    SPEC,
+    STATE,
+    WITNESS,
+)
 from p2pdiloco_node.storage.files import guarded, read_at_most
 from p2pdiloco_node.storage.state_files import MANIFEST, MANIFEST_BYTES_MAX, KeptSnapshot, Manifest
-
-SPEC = "spec.bin"
-LINK = "join"  # which run a data folder is pinned to
-HISTORY = "history.sqlite"
 
 
 class Kept(NamedTuple):
@@ -48,7 +57,7 @@ class Kept(NamedTuple):
 
     @property
     def log(self) -> Path:
-        return self.own / "journal" / "log"
+        return self.own / JOURNAL / LOG
 
     @property
     def history(self) -> Path:
@@ -88,23 +97,23 @@ def spec_in(path: Path) -> tuple[RunId, RunSpec] | None:
 
 def _chosen(folder: Path, is_one: Callable[[Path], bool]) -> Path | None:
     """The place in `folder` where the run is: there, in a kept demo, or in a node's data folder."""
-    for base in (folder, folder / "run"):
+    for base in (folder, folder / RUN):
         if is_one(base):
             return base
-    runs = {base.name: base for base in sorted(folder.glob("runs/*")) if is_one(base)}
+    runs = {base.name: base for base in sorted(folder.glob(f"{RUNS}/*")) if is_one(base)}
     if len(runs) > 1 and (pinned := _pinned(folder)) in runs:
         return runs[pinned]
     if len(runs) > 1:
         raise OperatorError(
-            f"{folder} keeps {len(runs)} runs: name one of them, such as {folder / 'runs' / min(runs)}."
+            f"{folder} keeps {len(runs)} runs: name one of them, such as {folder / RUNS / min(runs)}."
         )
     return next(iter(runs.values()), None)
 
 
 def _kept(base: Path) -> Kept | None:
-    own = base / "witness" if (base / "witness" / "journal").is_dir() else base
-    stores = tuple(own / "blobs" / purpose for purpose in Purpose)
-    found = Kept(base, own, (*stores, base / "blobs"))
+    own = base / WITNESS if (base / WITNESS / JOURNAL).is_dir() else base
+    stores = tuple(own / BLOBS / purpose for purpose in Purpose)
+    found = Kept(base, own, (*stores, base / BLOBS))
     return found if found.spec.is_file() and found.log.is_file() else None
 
 
@@ -133,7 +142,7 @@ def entries(kept: Kept) -> Entries:
 
 def offers(kept: Kept) -> list[SnapshotOffer]:
     """Those that are listed as whole; damaged lists are passed over."""
-    folder = kept.own / "snapshots"
+    folder = kept.own / SNAPSHOTS
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
@@ -147,7 +156,7 @@ def offers(kept: Kept) -> list[SnapshotOffer]:
 
 def state_indices(kept: Kept) -> list[int]:
     """Of the state files here, newest first."""
-    folder = kept.own / "state"
+    folder = kept.own / STATE
     names = (path.name for path in folder.iterdir()) if folder.is_dir() else iter(())
     return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
@@ -157,7 +166,7 @@ def read_state(kept: Kept, index: int, params: int) -> KeptArrays | None:
 
     What it holds is not believed: the roots are computed anew and compared with the log.
     """
-    folder = kept.own / "state" / f"{index:020d}"
+    folder = kept.own / STATE / f"{index:020d}"
     try:
         listed = (folder / MANIFEST).read_bytes()
         manifest = decode(listed[32:], Manifest)

@@ -26,9 +26,10 @@ from p2pdiloco_node.export.certified import (
     tokenizer_bytes,
     wanted_version,
 )
-from p2pdiloco_node.export.chain import Chain, Watch
+from p2pdiloco_node.export.chain import Chain, checked
 from p2pdiloco_node.export.facts import Heard, Origin
 from p2pdiloco_node.export.fetched import LinkedRun
+from p2pdiloco_node.progress import Watch
 from p2pdiloco_node.storage.files import Files, guarded, make_folder
 
 DELTAS, CHUNKS, TEXTS = "deltas", "chunks of the model", "tokenizer and held-out text"
@@ -51,7 +52,7 @@ def from_folder(folder: Path, asked: str, watch: Watch, *, held_out: bool) -> Fo
     """
     kept = on_disk.locate(folder)
     run, spec = on_disk.open_spec(kept.spec)
-    chain = Chain(run, spec, on_disk.entries(kept), watch, where=str(folder))
+    chain = checked(run, spec, on_disk.entries(kept), watch, where=str(folder))
     version = wanted_version(chain, asked)
 
     def read(digest: Digest, /) -> bytes:
@@ -116,8 +117,7 @@ async def from_link(
     async with LinkedRun(link, folder, watch) as linked:
         run, spec = await linked.open()
         check_room(folder, room_needed(spec, value_bytes, fetched=True))
-        entries = await linked.entries()
-        chain = await asyncio.to_thread(Chain, run, spec, entries, watch, where=link.url)
+        chain = await linked.chain(run, spec)
         version = wanted_version(chain, asked)
         ways = await asyncio.to_thread(plans, chain, version, await linked.offers())
         read = linked.blobs.read

@@ -12,10 +12,9 @@ from typing import Any
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.run_spec import TokenizerSpec
 from p2pdiloco_node.export.weights import json_bytes
-
-RUN = 5  # exit code
 
 
 def tokenizer_files(spec: TokenizerSpec, tokenizer_json: bytes, seq_len: int) -> dict[str, bytes]:

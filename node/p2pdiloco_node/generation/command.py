@@ -19,14 +19,14 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco_node.export.command import Options as ExportOptions
 from p2pdiloco_node.export.command import export
 from p2pdiloco_node.export.hf_folder import CONFIG, FACTS
-from p2pdiloco_node.export.progress import Progressing
 from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
+from p2pdiloco_node.progress import shown as progress_shown
 from p2pdiloco_node.training.supervisor import trainer_environment
 
-USAGE, RESOURCES = 2, 6  # exit codes
 WORKER = (sys.executable, "-P", "-m", "p2pdiloco_node.generation.worker")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 SEED_MAX = 2**63 - 1
@@ -115,8 +115,9 @@ def _folder_of(source: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-generate-") as made:
         out = Path(made) / "model"
         link = "://" in source
-        with Progressing() as told:
-            export(ExportOptions(out, join=source if link else None, run=None if link else folder), told)
+        with progress_shown(on_stderr=True) as told:
+            options = ExportOptions(out, join=source if link else None, run=None if link else folder)
+            export(options, told.progress)
         yield out
 
 

@@ -23,10 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES
 from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
 from p2pdiloco_node.tokenizer_json import TokenizerRefused, check_tokenizer
 from p2pdiloco_node.training.checkpoint_reader import difference
-from p2pdiloco_node.training.model_choice import FILES, TOKENIZER, check_parts
+from p2pdiloco_node.training.model_choice import TOKENIZER, check_parts
 
 FACTS = "p2pdiloco.json"
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node import __version__
-from p2pdiloco_node.config import SETTINGS, USAGE
 from p2pdiloco_node.lab import plots, tables
 from p2pdiloco_node.lab.cache import Cache, source_digest
 from p2pdiloco_node.lab.progress import StudyProgress
@@ -136,7 +136,7 @@ def _check(options: Options, study: Study, *, real: bool) -> None:
     if real and study.learns and importlib.util.find_spec("torch") is None:
         raise OperatorError(
             "A model needs torch, which is not installed: pip install 'p2pdiloco[node]', or ask about "
-            'traffic and goodput alone with --set model.kind=none.', SETTINGS,
+            'traffic and goodput alone with --set model.kind=none.', FILES,
         )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def check_writable(file: Path) -> None:
             return
     except OSError as error:
         why = error.strerror or str(error)
-    raise OperatorError(f"{file} cannot be written: {why}. Give the name of a file.", SETTINGS)
+    raise OperatorError(f"{file} cannot be written: {why}. Give the name of a file.", FILES)
 
 
 def _run(study: Study, jobs: int, work: Work, cache: Cache) -> tuple[list[Result], list[Failure]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.sim.lab.result import Point, Result
-from p2pdiloco_node.config import SETTINGS, USAGE
 from p2pdiloco_node.lab.study import Study
 from p2pdiloco_node.simulate import write_output
 
@@ -36,7 +36,7 @@ def check_plot(file: Path, study: Study) -> None:
         raise OperatorError('--plot draws loss, and model.kind = "none" has none: leave it out.', USAGE)
     if importlib.util.find_spec("matplotlib") is None:
         raise OperatorError(
-            "--plot needs matplotlib, which is not installed: pip install 'p2pdiloco[lab]'.", SETTINGS
+            "--plot needs matplotlib, which is not installed: pip install 'p2pdiloco[lab]'.", FILES
         )
 
 
@@ -52,7 +52,7 @@ def draw(file: Path, study: Study, results: Sequence[Result]) -> None:
 
     drawn = [r for r in results if any(math.isfinite(p.loss) for p in r.curve)]
     if not drawn:
-        raise OperatorError(f"--plot {file}: no run has a curve to draw.", SETTINGS)
+        raise OperatorError(f"--plot {file}: no run has a curve to draw.", FILES)
     figure = Figure(figsize=(14, 4.8), layout="constrained")
     by_tokens, by_time, ends = figure.subplots(1, 3)
     by_time.sharey(by_tokens)

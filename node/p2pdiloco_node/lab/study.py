@@ -24,9 +24,10 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import outer_defaults
 from p2pdiloco.sim.lab.experiment import Data, Experiment, Inner, Model, Outer, Run, Swarm, check_experiment
-from p2pdiloco_node.config import SETTINGS, USAGE, nearest
+from p2pdiloco_node.config import nearest
 from p2pdiloco_node.simulate import SEED_MAX, parse_seeds
 
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
@@ -75,13 +76,13 @@ def read_study(file: Path, *, changes: Sequence[str] = (), seeds: str | None = N
     except OSError as error:
         raise OperatorError(
             f"The experiment {file} cannot be read: {error.strerror}. Ready ones are in docs/experiments.",
-            SETTINGS,
+            FILES,
         ) from None
     except ValueError as error:  # bad TOML, bad UTF-8, or a number of thousands of digits
-        raise OperatorError(f"The experiment {file} is not valid TOML: {error}.", SETTINGS) from None
+        raise OperatorError(f"The experiment {file} is not valid TOML: {error}.", FILES) from None
     except RecursionError:
         raise OperatorError(
-            f"The experiment {file} is nested too deep: a table holds sections, and a section keys.", SETTINGS
+            f"The experiment {file} is nested too deep: a table holds sections, and a section keys.", FILES
         ) from None
     raw.setdefault("name", file.stem)
     for change in changes:
@@ -133,14 +134,14 @@ def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
     if not isinstance(tables, Mapping) or not tables:
         raise OperatorError(
             f'{where}: arms is a table of tables: write [arms.NAME.outer] and policy = "barrier" below it.',
-            SETTINGS,
+            FILES,
         )
     arms = []
     for arm, own in tables.items():
         _text(arm, f"the arm's name {shown(arm)}", where, limits.lab_name_chars_max)
         if not isinstance(own, Mapping):
             raise OperatorError(
-                f"{where}: arms.{arm} is a table with sections: write [arms.{arm}.outer].", SETTINGS
+                f"{where}: arms.{arm} is a table with sections: write [arms.{arm}.outer].", FILES
             )
         _refuse_unknown(own, SECTIONS, where, f"arms.{arm}.")
         sections = {s: shared[s] | _section(own, s, where, f"arms.{arm}.") for s in SECTIONS}
@@ -152,7 +153,7 @@ def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
     if len(arms) * len(seeds) > limits.lab_runs_max:
         raise OperatorError(
             f"{where}: {len(arms)} arms with {len(seeds)} seeds are {len(arms) * len(seeds)} runs; "
-            f"{limits.lab_runs_max} are the most. Name fewer seeds.", SETTINGS,
+            f"{limits.lab_runs_max} are the most. Name fewer seeds.", FILES,
         )  # fmt: skip
     question = _text(raw.get("question", ""), "question", where, QUESTION_CHARS_MAX)
     return Study(name, question, seeds, tuple(arms))
@@ -216,15 +217,15 @@ def _section(raw: Mapping[str, Any], section: str, where: str, above: str) -> di
     """One table's keys, each checked by itself so that the message can name it."""
     table = raw.get(section, {})
     if not isinstance(table, Mapping):
-        raise OperatorError(f"{where}: {above}{section} is a table: write [{above}{section}].", SETTINGS)
+        raise OperatorError(f"{where}: {above}{section} is a table: write [{above}{section}].", FILES)
     kind = SECTIONS[section]
     _refuse_unknown(table, kind.__struct_fields__, where, f"{above}{section}.")
     found: dict[str, Any] = {}
     for key, value in table.items():
         field = str(SPELT.get(key, key))
         if field in found:
-            raise OperatorError(f"{where}: {above}{section}.{key} stands there twice.", SETTINGS)
-        _checked(kind, field, value, f"{where}: {above}{section}.{key}", SETTINGS)
+            raise OperatorError(f"{where}: {above}{section}.{key} stands there twice.", FILES)
+        _checked(kind, field, value, f"{where}: {above}{section}.{key}", FILES)
         found[field] = value
     return found
 
@@ -261,7 +262,7 @@ def _default(kind: type[msgspec.Struct], field: str) -> object:
 
 
 def _refuse_unknown(
-    table: Mapping[str, Any], known: Iterable[str], where: str, above: str, *, code: int = SETTINGS
+    table: Mapping[str, Any], known: Iterable[str], where: str, above: str, *, code: int = FILES
 ) -> None:
     spelt = [_said(k) for k in known]
     for key in table:
@@ -286,11 +287,11 @@ def _said(field: str) -> str:
 
 def _text(value: object, what: str, where: str, chars_max: int) -> str:
     if not isinstance(value, str) or len(value) > chars_max or not value.isprintable():
-        raise OperatorError(f"{where}: {what} is one line of at most {chars_max} characters.", SETTINGS)
+        raise OperatorError(f"{where}: {what} is one line of at most {chars_max} characters.", FILES)
     return value
 
 
-def _seeds(value: object, where: str, code: int = SETTINGS) -> tuple[int, ...]:
+def _seeds(value: object, where: str, code: int = FILES) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     if isinstance(value, list) and all(type(v) is int and v >= 0 for v in value) and value:

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node import __version__
-from p2pdiloco_node.config import USAGE, JoinLink, parse_peers
-from p2pdiloco_node.corpus.progress import Quiet, Told, shown
+from p2pdiloco_node.config import JoinLink, parse_peers
 from p2pdiloco_node.export.kept import spec_in
 from p2pdiloco_node.owner.fork import fork
 from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
+from p2pdiloco_node.progress import Quiet, Told, shown
 from p2pdiloco_node.run_checks import Declared, check_run
 from p2pdiloco_node.run_file import Parts
 from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections

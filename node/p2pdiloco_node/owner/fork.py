@@ -20,12 +20,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import Digest, RunId, digest_of, merkle_root
 from p2pdiloco.run_spec import (
     FORMAT,
     MATH_VERSION,
     DataSpec,
     Genesis,
+    InnerSpec,
+    ModelSpec,
     Parent,
     RunSpec,
     run_id_of,
@@ -33,22 +36,22 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
-from p2pdiloco_node.config import USAGE, JoinLink
+from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.corpus.making import Request, make_data
-from p2pdiloco_node.corpus.progress import Told
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
-from p2pdiloco_node.corpus.work import FOLDER
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import Certified
 from p2pdiloco_node.export.fetched import LinkedRun
 from p2pdiloco_node.export.sources import Found, from_folder, from_link
+from p2pdiloco_node.progress import Told, Watch
 from p2pdiloco_node.run_checks import Declared, check_run, check_types, replaced
 from p2pdiloco_node.run_file import Parts
+from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
+from p2pdiloco_node.run_new import BOOTSTRAP_PASSES, TRUSTED_PASSES, check_folder
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 
-SPEC_FILE, BLOBS_FOLDER, WITNESS_KEY, FETCHED = "spec.bin", "blobs", "witness.key", "fetched"
-TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # of an open run, as `run new` has them
+FETCHED = "fetched"
 # What a fork cannot have otherwise: the model and its tokenizer are the parent's.
 FIXED = {"model": ("model", "seed"), "data": ("tokenizer",)}
 
@@ -78,18 +81,18 @@ async def fork(
             if key in parts[table]:
                 raise OperatorError(f"{key} is the parent's in a fork: leave [{table}] {key} out.", USAGE)
     check_folder(out)
-    files, work = Files(), out / FOLDER / FETCHED
-    watch = _Watch(told)
+    files, work = Files(), out / MAKING / FETCHED
+    watch = told.progress
     if isinstance(source, Path):
         found = await asyncio.to_thread(from_folder, source, version, watch, held_out=False)
     else:
         await asyncio.to_thread(make_folder, files, work)
         found = await from_link(source, work, version, watch, value_bytes=4, held_out=False)
     parent = found.origin.spec
-    make_folder(files, out / BLOBS_FOLDER)
+    make_folder(files, out / BLOBS)
 
     def put(digest: Digest, data: bytes | memoryview) -> None:
-        path = out / BLOBS_FOLDER / digest.hex()
+        path = out / BLOBS / digest.hex()
         if not path.exists():
             replace_file(files, path, data)
 
@@ -104,9 +107,9 @@ async def fork(
         data = _replaced_data(data, parts["data"])
     witness = load_or_make_key(out / WITNESS_KEY, files)
     owner = load_or_make_key(owner_key, files)
-    spec = _spec(found, parts, data, genesis)
+    spec = _spec(found, parts, data, genesis, told)
     prompts = await asyncio.to_thread(
-        encode_prompts, data.tokenizer, lambda digest: (out / BLOBS_FOLDER / digest.hex()).read_bytes(),
+        encode_prompts, data.tokenizer, lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
         spec.samples.prompts,
     )  # fmt: skip
     spec = msgspec.structs.replace(
@@ -115,24 +118,12 @@ async def fork(
     )  # fmt: skip
     check_types(spec)
     warnings = check_run(spec, declared)
-    await asyncio.to_thread(replace_file, files, out / SPEC_FILE, sign_run_spec(spec, owner))
-    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
+    shutil.rmtree(out / MAKING, ignore_errors=True)
     return Forked(run_id_of(encode(spec)), spec, warnings)
 
 
-def check_folder(out: Path) -> None:
-    """Raises: OperatorError: a run is there, or other things."""
-    if (out / SPEC_FILE).exists():
-        raise OperatorError(f"{out} already holds a run; choose another folder with --out.")
-    if out.exists() and not out.is_dir():
-        raise OperatorError(f"{out} is not a folder; choose another with --out.")
-    known = {BLOBS_FOLDER, WITNESS_KEY, FOLDER}
-    others = sorted(p.name for p in out.iterdir() if p.name not in known) if out.is_dir() else []
-    if others:
-        raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
-
-
-def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis) -> RunSpec:
+def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis, told: Told) -> RunSpec:
     """The parent's figures, but for what `parts` says. Raises: OperatorError."""
     parent, run = found.origin.spec, parts["run"]
     model = parent.model
@@ -143,8 +134,7 @@ def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis) -> RunSp
     if "warmup_tokens" not in parts["inner"] and inner.warmup_tokens >= tokens:
         inner = msgspec.structs.replace(inner, warmup_tokens=tokens // 10)
     admission = run.get("admission", parent.admission)
-    of_a_pass = inner.inner_steps * inner.sequences_per_step * model.seq_len
-    local = admission == "local"
+    trust, bootstrap = _admitted(parent, admission, _tokens_of_a_pass(inner, model), told)
     version = found.certified.version
     fields: Mapping[str, Any] = {
         "format": FORMAT,
@@ -158,8 +148,8 @@ def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis) -> RunSp
         "samples": replaced(parent.samples, parts["samples"], "samples"),
         "genesis": genesis,
         "admission": admission,
-        "trust_tokens": run.get("trust_tokens", 0 if local else TRUSTED_PASSES * of_a_pass),
-        "bootstrap_tokens": run.get("bootstrap_tokens", 0 if local else BOOTSTRAP_PASSES * of_a_pass),
+        "trust_tokens": run.get("trust_tokens", trust),
+        "bootstrap_tokens": run.get("bootstrap_tokens", bootstrap),
         "target_tokens": tokens,
         "target_version": run.get("outer_steps", parent.target_version),
         "eval_every": run.get("eval_every", parent.eval_every),
@@ -169,6 +159,29 @@ def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis) -> RunSp
         "parent": Parent(found.origin.run, version, found.certified.params_root),
     }
     return msgspec.structs.replace(parent, **fields)
+
+
+def _tokens_of_a_pass(inner: InnerSpec, model: ModelSpec) -> int:
+    return inner.inner_steps * inner.sequences_per_step * model.seq_len
+
+
+def _admitted(parent: RunSpec, admission: str, of_a_pass: int, told: Told) -> tuple[int, int]:
+    """trust_tokens and bootstrap_tokens where nobody says otherwise: as many passes as in the parent."""
+    before = _tokens_of_a_pass(parent.inner, parent.model)
+    if admission == "local":
+        return 0, 0
+    if parent.admission != admission:
+        trust, bootstrap = TRUSTED_PASSES * of_a_pass, BOOTSTRAP_PASSES * of_a_pass
+    else:
+        trust, bootstrap = (
+            -(-tokens * of_a_pass // before) for tokens in (parent.trust_tokens, parent.bootstrap_tokens)
+        )
+    if (trust, bootstrap) != (parent.trust_tokens, parent.bootstrap_tokens):
+        told.say(
+            f"A pass or the admission is another one than in {parent.name}, so trust_tokens is {trust:,} and "
+            f"bootstrap_tokens {bootstrap:,} here (--set run.trust_tokens=N, --set run.bootstrap_tokens=N)."
+        )
+    return trust, bootstrap
 
 
 def _genesis(certified: Certified, put: Callable[[Digest, bytes | memoryview], None]) -> Genesis:
@@ -199,7 +212,7 @@ async def _same_data(
     parent: RunSpec,
     work: Path,
     put: Callable[[Digest, bytes | memoryview], None],
-    watch: _Watch,
+    watch: Watch,
 ) -> DataSpec:
     """The parent's shards, evaluation sets and tokenizer into this run's folder. Raises: OperatorError."""
     wanted = {Digest(ref.digest): ref for ref in parent.data.blobs}
@@ -209,7 +222,7 @@ async def _same_data(
         def copy() -> None:
             for place, digest in enumerate(wanted, start=1):
                 put(digest, on_disk.read_blob(kept, digest))
-                watch("Copying the data", place, len(wanted))
+                watch("Copying the data", place, len(wanted), "blobs")
 
         try:
             await asyncio.to_thread(copy)
@@ -234,7 +247,7 @@ async def _same_data(
 async def _other_data(found: Found, parts: Parts, out: Path, told: Told) -> DataSpec:
     """Other text, in the parent's tokens. Raises: OperatorError."""
     said, parent = parts["data"], found.origin.spec
-    words, path = BYTES, out / FOLDER / "tokenizer.json"
+    words, path = BYTES, out / MAKING / "tokenizer.json"
     if parent.data.tokenizer.kind != "bytes":
         make_folder(Files(), path.parent)
         replace_file(Files(), path, found.tokenizer_json)
@@ -247,13 +260,3 @@ async def _other_data(found: Found, parts: Parts, out: Path, told: Told) -> Data
     if data.tokenizer.vocab_size > parent.model.vocab_size:
         raise AssertionError("the parent's own tokenizer does not fit its model")
     return _replaced_data(data, {k: v for k, v in said.items() if k == "window_shards"})
-
-
-class _Watch:
-    """The exports' way of telling, as ours."""
-
-    def __init__(self, told: Told) -> None:
-        self._told = told
-
-    def __call__(self, what: str, done: int, total: int, /) -> None:
-        self._told.progress(what[:1].upper() + what[1:], done, total or 1)

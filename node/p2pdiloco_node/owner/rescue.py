@@ -10,24 +10,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import NETWORK, RUN, USAGE
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId
-from p2pdiloco.rules.rescue import recovery_entry, refuses_rescue, rescue_committee
-from p2pdiloco.rules.state import rules_digest
-from p2pdiloco.wire.log import Committee, Entry, open_body, state_root
+from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.rules.rescue import may_sit, recovery_entry, refuses_rescue, rescue_committee
+from p2pdiloco.rules.state import RulesState, rules_digest, trust_of
+from p2pdiloco.wire.log import Body, Committee, Entry, body_digest, open_body, state_root
 from p2pdiloco.wire.messages import Entries, StateShown
-from p2pdiloco_node.config import USAGE
-from p2pdiloco_node.contact import NETWORK
+from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.owner.ledger import Ledger, Signed
-from p2pdiloco_node.owner.seen_run import RUN, SeenRun
+from p2pdiloco_node.owner.seen_run import SeenRun
 from p2pdiloco_node.owner.telling import Teller
 from p2pdiloco_node.owner.words import find_peer, owner_of
 
 POLL_S = 1.0
 SAID_AGAIN_S = 5.0
+SHOWN_MAX = 8  # peers named in a sentence
 TERMS_AHEAD_MAX = 1 << 20  # a peer that claims a term further beyond the log's is not believed
 
 
@@ -89,10 +93,21 @@ async def recover(
         seen.run, signer, epoch=epoch, base_index=found.index, base=found.head, state=rules,
         roots=found.roots, committee=committee, owner_sequence=sequence, term=found.term + 1,
     )  # fmt: skip
-    ledger.note(seen.run, Signed(epoch, sequence))  # before anybody sees it: an epoch is begun once
+    await asyncio.to_thread(_note, ledger, seen, used, Signed(epoch, sequence))
     following = await _carry(seen, entry, committee, wait_s)
     names = tuple(seen.name_of(m) for m in committee.members)
     return Recovered(epoch, found.index + 1, rules.version, names, following)
+
+
+def _note(ledger: Ledger, seen: SeenRun, before: Signed, signed: Signed) -> None:
+    """Before anybody sees it: an epoch is begun once. Raises: OperatorError: the key signed meanwhile."""
+    with ledger.held():
+        if ledger.of(seen.run) != before:
+            raise OperatorError(
+                "This key has signed something else for the run meanwhile, so what was shown may not be so "
+                "any more. Nothing was signed: look at the run, and recover again if it needs it."
+            )
+        ledger.note(seen.run, signed)
 
 
 async def _find(seen: SeenRun, wait_s: float) -> Found:
@@ -100,7 +115,12 @@ async def _find(seen: SeenRun, wait_s: float) -> Found:
 
     Raises: OperatorError.
     """
-    until, before = time.monotonic() + wait_s / 4, (-1, -1, 0)
+    began, before = time.monotonic(), (-1, -1, 0)
+    look = _Look(seen, strangers_until=began + wait_s / 4, until=began + wait_s)
+    # Whoever was named may be gone; if not, its log says best whom the run trusts.
+    with suppress(OperatorError, TimeoutError):
+        async with asyncio.timeout(wait_s):
+            await seen.catch_up()
     while True:
         states = await seen.states()
         if not states:
@@ -109,64 +129,131 @@ async def _find(seen: SeenRun, wait_s: float) -> Found:
                 "name its address with --peers HOST:PORT.",
                 NETWORK,
             )
-        found = await _best(seen, states)
+        found = await look.best(states)
         seen.told.say(
             f"{len(states)} of {len(seen.hosts)} known peers answer; {len(found.there)} have entry "
             f"{found.index} of epoch {found.epoch}, the newest."
         )
         now = (found.epoch, found.index, len(found.there))
         # Who lags is caught up by the others without any majority: as long as that goes on, it is waited for.
-        if now == before or len(found.there) == len(states) or time.monotonic() > until:
+        if now == before or len(found.there) == len(states) or time.monotonic() > look.strangers_until:
             return found
         before = now
         await asyncio.sleep(3 * seen.spec.committee.heartbeat_s)
 
 
-async def _best(seen: SeenRun, states: dict[PeerId, tuple[StateShown, str]]) -> Found:
-    """Raises: OperatorError: no claim is proved by a log."""
-    why: OperatorError | None = None
-    ranked = sorted(states.values(), key=lambda s: (s[0].epoch, s[0].index), reverse=True)
-    for claim, url in ranked:
+States = dict[PeerId, tuple[StateShown, str]]
+
+
+class _Look:
+    """For the newest state that a log proves. Anybody can claim a newer one, and be slow to prove it.
+
+    So whoever is known to the log is asked first, several at once, and strangers get a share of the time
+    together: they hold nobody up for longer.
+    """
+
+    def __init__(self, seen: SeenRun, *, strangers_until: float, until: float) -> None:
+        """Monotonic seconds."""
+        self._seen = seen
+        self.strangers_until = strangers_until
+        self._until = until
+        self._hopeless: set[tuple[PeerId, Claim]] = set()  # no log of theirs proved it
+
+    async def best(self, states: States) -> Found:
+        """`seen` goes on with the log that proves it. Raises: OperatorError: no claim is proved by a log."""
+        while True:
+            claims = sorted({_claim(s): s for s, _ in states.values()}.values(), key=_rank, reverse=True)
+            best = next((claim for claim in claims if proves(self._seen.tail, claim)), None)
+            asked, until = self._next(states, (-1, -1) if best is None else _rank(best))
+            if not asked:
+                break
+            logs = await asyncio.gather(*(self._read(states[peer], until) for peer in asked))
+            for peer, log in zip(asked, logs, strict=True):
+                claim = states[peer][0]
+                if log is None or not proves(log, claim):
+                    self._hopeless.add((peer, _claim(claim)))
+                elif best is None or _rank(claim) > _rank(best):
+                    best, self._seen.tail = claim, log
+        if best is None:
+            raise OperatorError(
+                "No state that a node shows is the one that its log was certified with: nothing can be "
+                "signed. Name nodes that took part with --peers HOST:PORT.",
+                RUN,
+            )
+        return self._found(states, best)
+
+    def _next(self, states: States, above: tuple[int, int]) -> tuple[list[PeerId], float]:
+        """Who is asked for a log next, one for each claim above `above`, and until when."""
+        open_claims = [
+            peer
+            for peer, (shown, _) in states.items()
+            if _rank(shown) > above and (peer, _claim(shown)) not in self._hopeless
+        ]
+        for known, until in ((True, self._until), (False, self.strangers_until)):
+            some = [peer for peer in open_claims if self._is_known(peer) == known]
+            if some and time.monotonic() < until:
+                newest = sorted(some, key=lambda p: (_rank(states[p][0]), p))
+                one_each = {_claim(states[peer][0]): peer for peer in newest}
+                return list(one_each.values())[-limits.logs_read_at_once :], until
+        return [], 0.0
+
+    def _is_known(self, peer: PeerId) -> bool:
+        """The log so far gives a reason to believe that it takes part."""
+        seen = self._seen
+        if seen.spec.admission == "local" or peer == seen.spec.committee.genesis.witness:
+            return True
+        return peer in seen.log.committee.members or trust_of(seen.rules, peer) >= max(
+            1, seen.spec.trust_tokens
+        )
+
+    async def _read(self, shown: tuple[StateShown, str], until: float) -> LogReader | None:
+        claim, url = shown
+        log = self._seen.reader(url)
         try:
-            await seen.read_from(url)
-        except OperatorError as error:
-            why = error
-            continue
-        if not _proved(seen, claim):
-            continue
-        there = [p for p, (s, _) in states.items() if s.votes and (s.epoch, s.index, s.head) == _key(claim)]
-        certified = seen.log.term_of(claim.index)
+            async with asyncio.timeout(until - time.monotonic()):
+                await log.catch_up(to=claim.index)
+        except (OperatorError, TimeoutError):
+            return None
+        return log
+
+    def _found(self, states: States, best: StateShown) -> Found:
+        there = [p for p, (s, _) in states.items() if s.votes and _claim(s) == _claim(best)]
+        certified = self._seen.log.term_of(best.index)
         terms = [states[p][0].term for p in there if states[p][0].term <= certified + TERMS_AHEAD_MAX]
         return Found(
-            claim.index, claim.epoch, Digest(claim.head), (Digest(claim.params), Digest(claim.momentum)),
+            best.index, best.epoch, Digest(best.head), (Digest(best.params), Digest(best.momentum)),
             tuple(sorted(there)), max([certified, *terms]),
         )  # fmt: skip
-    raise why or OperatorError(
-        "No state that a node shows is the one that its log was certified with: nothing can be signed.", RUN
-    )
 
 
-def _key(claim: StateShown) -> tuple[int, int, bytes]:
-    return claim.epoch, claim.index, claim.head
+Claim = tuple[int, int, bytes, bytes, bytes]
 
 
-def _proved(seen: SeenRun, claim: StateShown) -> bool:
-    """Whether the log of whoever shows this state was certified with it."""
-    log = seen.log
+def _claim(shown: StateShown) -> Claim:
+    return shown.epoch, shown.index, shown.head, shown.params, shown.momentum
+
+
+def _rank(shown: StateShown) -> tuple[int, int]:
+    return shown.epoch, shown.index
+
+
+def proves(reader: LogReader, claim: StateShown) -> bool:
+    """Whether the log was certified with the state that is shown."""
+    log = reader.log
     if claim.index > log.index or log.epoch_at(claim.index) != claim.epoch:
         return False
     if log.head_at(claim.index) != claim.head:
         return False
     if claim.index == 0:
-        genesis = seen.spec.genesis
+        genesis = log.spec.genesis
         return (claim.params, claim.momentum) == (genesis.params_root, genesis.momentum_root)
-    root = state_root(claim.params, claim.momentum, rules_digest(seen.rules_at(claim.index)))
+    root = state_root(claim.params, claim.momentum, rules_digest(reader.rules_at(claim.index)))
     return root == log.content(claim.index).state_root
 
 
 def _committee(seen: SeenRun, found: Found, seats: Sequence[str]) -> Committee:
     """Raises: OperatorError."""
-    rules, old = seen.rules_at(found.index), seen.log.committee_at(found.index)
+    rules = seen.rules_at(found.index)
     if seats:
         wanted = [find_peer(seen, words) for words in seats]
         absent = [seen.name_of(p) for p in wanted if p not in found.there]
@@ -181,17 +268,24 @@ def _committee(seen: SeenRun, found: Found, seats: Sequence[str]) -> Committee:
         if why is not None:
             raise OperatorError(f"That can be no committee: {why}.", USAGE)
         return committee
-    # Those who had a seat first, then those who contributed lately, then by name: the same for everybody.
-    lately = {PeerId(p.peer): p.version for p in rules.peers}
-    order = sorted(
-        found.there, key=lambda p: (p not in old.members, -lately.get(p, -1), p)
-    )  # fmt: skip
-    largest = rescue_committee(seen.spec, rules, order)
+    largest = rescue_committee(seen.spec, rules, found.there)
     if largest is None:
+        there = "; ".join(_described(seen, rules, p) for p in found.there[:SHOWN_MAX]) or "nobody who votes"
         raise OperatorError(
-            "Nobody who is there can have a seat: they are revoked, or run on restored disks.", RUN
+            "Nobody who is there can have a seat by what the log says: anybody may come with a new key, so "
+            f"only those whom the run trusts are put in charge. There are: {there}. Name whom you know with "
+            "--seats PEER.",
+            RUN,
         )
     return largest
+
+
+def _described(seen: SeenRun, rules: RulesState, peer: PeerId) -> str:
+    """A name is what its owner says; the beginning of the PeerId and the trust are not."""
+    if peer == seen.spec.committee.genesis.witness:
+        return f"the witness ({peer.hex()[:16]})"
+    trusted = "" if may_sit(seen.spec, rules, peer) else ", which the log does not trust"
+    return f"{seen.name_of(peer)} ({peer.hex()[:16]}, {trust_of(rules, peer):,} tokens of trust{trusted})"
 
 
 def _why_not(old: Committee, alive: int, unheard: int) -> str:
@@ -215,7 +309,7 @@ def _what_follows(seen: SeenRun, found: Found, old: Committee, new: Committee, u
     base = f"entry {found.index}, version {rules.version} ({rules.clock:,} tokens)"
     lines = [
         f"Run {seen.spec.name!r} goes on from {base}, in a new epoch.",
-        f"New committee: {', '.join(seen.name_of(m) for m in new.members)}.",
+        f"New committee: {'; '.join(_described(seen, rules, m) for m in new.members)}.",
     ]
     if gone:
         names = ", ".join(seen.name_of(m) for m in gone)
@@ -242,7 +336,7 @@ async def _carry(seen: SeenRun, entry: Entry, committee: Committee, wait_s: floa
             await teller.tell(seen.hosts.values(), message, body.epoch)
             again = now + SAID_AGAIN_S
         states = await seen.states()
-        following = {p for p, (s, _) in states.items() if s.epoch >= body.epoch and s.index >= body.index}
+        following = await _following(seen, entry, committee, states, until)
         seen.told.progress(
             f"Waiting for the new committee ({len(following & set(committee.members))} of {committee.size})",
             min(wait_s, wait_s - (until - now)), wait_s, "s",
@@ -258,3 +352,50 @@ async def _carry(seen: SeenRun, entry: Entry, committee: Committee, wait_s: floa
                 NETWORK,
             )
         await asyncio.sleep(POLL_S)
+
+
+async def _following(
+    seen: SeenRun, entry: Entry, committee: Committee, states: States, until: float
+) -> set[PeerId]:
+    """Who shows that this recovery is in its log, and not another one of the same number.
+
+    Raises: OperatorError: a voter's log has another.
+    """
+    body, head = open_body(entry.body), body_digest(entry.body)
+    following: set[PeerId] = set()
+    for peer, (shown, url) in states.items():
+        if shown.epoch < body.epoch or shown.index < body.index:
+            continue
+        if (shown.epoch, shown.index, shown.head) == (body.epoch, body.index, head):
+            following.add(peer)
+        elif peer in committee.members or _is_on(seen.tail.log, shown):
+            # Further on, or elsewhere: its log says which. One log serves for all who are on it.
+            if not _is_on(seen.tail.log, shown):
+                reader = seen.reader(url)
+                with suppress(OperatorError, TimeoutError):
+                    async with asyncio.timeout(max(1.0, until - time.monotonic())):
+                        await reader.catch_up(to=shown.index)
+                if not _is_on(reader.log, shown):
+                    continue  # not now
+                seen.tail = reader
+            if seen.log.head_at(body.index) == head:
+                following.add(peer)
+            else:
+                raise OperatorError(_another(f"{seen.name_of(peer)} ({peer.hex()[:16]})", body, shown), RUN)
+    return following
+
+
+def _another(who: str, body: Body, shown: StateShown) -> str:
+    if shown.epoch > body.epoch:
+        return (
+            f"{who} follows epoch {shown.epoch}, which was begun with this key as well and has dropped the "
+            f"recovery of this command (epoch {body.epoch}): that one holds."
+        )
+    return (
+        f"The run is split: {who} follows another recovery of epoch {body.epoch}, signed with a copy of this "
+        "key. Recover once more, with all of them there (--peers): everybody follows the newer epoch."
+    )
+
+
+def _is_on(log: RunLog, shown: StateShown) -> bool:
+    return shown.index <= log.index and log.head_at(shown.index) == shown.head

@@ -13,15 +13,14 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import NETWORK, RUN, USAGE
 from p2pdiloco.ids import PeerId
 from p2pdiloco.rules.state import RulesState
 from p2pdiloco.wire.log import OwnerEntry, OwnerWord
 from p2pdiloco.wire.messages import OwnerWordMessage
 from p2pdiloco.wire.signing import Ed25519Signer
-from p2pdiloco_node.config import USAGE
-from p2pdiloco_node.contact import NETWORK
-from p2pdiloco_node.owner.ledger import Ledger, Signed
-from p2pdiloco_node.owner.seen_run import RUN, SeenRun
+from p2pdiloco_node.owner.ledger import Ledger, Signed, in_hex
+from p2pdiloco_node.owner.seen_run import SeenRun
 from p2pdiloco_node.owner.telling import Teller
 from p2pdiloco_node.storage.keys import load_key
 
@@ -72,8 +71,8 @@ async def say_word(seen: SeenRun, wanted: Wanted, key: Path, *, wait_s: float) -
     nothing = _refuses(seen.rules, seen, wanted, peer)
     if nothing is not None:
         return nothing
-    word = _signed(seen, wanted, peer, signer, Ledger(key))
-    return await _carry(seen, word, wait_s)
+    word = await asyncio.to_thread(_signed, seen, wanted, peer, signer, Ledger(key))
+    return await _carry(seen, word, seen.log.epoch, wait_s)
 
 
 def _refuses(rules: RulesState, seen: SeenRun, wanted: Wanted, peer: PeerId) -> str | None:
@@ -138,37 +137,57 @@ def find_peer(seen: SeenRun, words: str) -> PeerId:
 
 
 def _signed(seen: SeenRun, wanted: Wanted, peer: PeerId, signer: Ed25519Signer, ledger: Ledger) -> OwnerWord:
-    """Its number is above every one that was certified or signed before."""
-    used, epoch = ledger.of(seen.run), seen.log.epoch
-    if used.epoch > epoch:
-        seen.told.say(
-            f"A recovery to epoch {used.epoch} was signed with this key, and {seen.urls[0]} has not heard of "
-            "it: this word is for its epoch alone."
-        )
-    sequence = max(seen.rules.owner_sequence, used.sequence) + 1
-    word = OwnerWord(wanted.kind, sequence, wanted.target_tokens, peer, b"")
-    ledger.note(seen.run, Signed(max(used.epoch, epoch), sequence))
-    return msgspec.structs.replace(word, signature=signer.sign(word.statement(seen.run, epoch)))
+    """Its number is above every one that was certified or signed before.
+
+    The same word again, while the last one waits, is that one: voters keep only so many.
+    """
+    epoch = seen.log.epoch
+    with ledger.held():
+        used = ledger.of(seen.run)
+        if used.epoch > epoch:
+            seen.told.say(
+                f"A recovery to epoch {used.epoch} was signed with this key, and {seen.urls[0]} has not "
+                "heard of it: this word is for its epoch alone."
+            )
+        waiting = ledger.word_of(seen.run)
+        sequence = max(seen.rules.owner_sequence, used.sequence) + 1
+        word = OwnerWord(wanted.kind, sequence, wanted.target_tokens, peer, b"")
+        if waiting is not None and waiting.owner_sequence > seen.rules.owner_sequence:
+            same = msgspec.structs.replace(word, owner_sequence=waiting.owner_sequence)
+            same = msgspec.structs.replace(same, signature=signer.sign(same.statement(seen.run, epoch)))
+            if same == waiting:
+                return waiting
+        word = msgspec.structs.replace(word, signature=signer.sign(word.statement(seen.run, epoch)))
+        ledger.note(seen.run, Signed(max(used.epoch, epoch), sequence, in_hex(word)))
+    return word
 
 
-async def _carry(seen: SeenRun, word: OwnerWord, wait_s: float) -> Followed:
+async def _carry(seen: SeenRun, word: OwnerWord, epoch: int, wait_s: float) -> Followed:
+    """`epoch`: for which the word was signed. Raises: OperatorError."""
+    first = seen.log.index + 1  # it is not in the log yet
     teller, message = Teller(seen.session, seen.run), OwnerWordMessage(word)
     until, again = time.monotonic() + wait_s, 0.0
     told: set[PeerId] = set()
     while True:
         now = time.monotonic()
         if now >= again:
-            fresh = await teller.tell(seen.hosts.values(), message, seen.log.epoch)
+            fresh = await teller.tell(seen.hosts.values(), message, epoch)
             if fresh - told:
                 told |= fresh
                 seen.told.say(
-                    f"Word {word.owner_sequence} of epoch {seen.log.epoch} ({word.kind}) reached {len(told)} "
+                    f"Word {word.owner_sequence} of epoch {epoch} ({word.kind}) reached {len(told)} "
                     f"of {len(seen.hosts)} peers; the committee puts it into the log."
                 )
             again = now + SAID_AGAIN_S
         seen.told.progress("Waiting for the committee", min(wait_s, wait_s - (until - now)), wait_s, "s")
         await seen.catch_up()
-        index = _found(seen, word)
+        if seen.log.epoch != epoch:
+            raise OperatorError(
+                f"A recovery began epoch {seen.log.epoch} of the run meanwhile, and this word was for epoch "
+                f"{epoch}, where nobody follows it any more. Look at the run and say it again.",
+                RUN,
+            )
+        index = _found(seen, word, first)
         if index:
             rules = seen.rules_at(index)
             return Followed(
@@ -180,14 +199,12 @@ async def _carry(seen: SeenRun, word: OwnerWord, wait_s: float) -> Followed:
         await asyncio.sleep(POLL_S)
 
 
-def _found(seen: SeenRun, word: OwnerWord) -> int:
-    """The index at which the word stands; 0 where it does not yet."""
-    for index in range(seen.log.index, 0, -1):
+def _found(seen: SeenRun, word: OwnerWord, first: int) -> int:
+    """The index, from `first` on, at which the word stands; 0 where it does not yet."""
+    for index in range(seen.log.index, first - 1, -1):
         content = seen.log.content(index)
         if isinstance(content, OwnerEntry) and content.word == word:
             return index
-        if seen.rules_at(index).owner_sequence < word.owner_sequence:
-            break
     return 0
 
 

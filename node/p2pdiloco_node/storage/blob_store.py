@@ -18,6 +18,7 @@ from pathlib import Path
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.ids import DIGEST_BYTES, Digest, digest_of, short
 from p2pdiloco_node.ports import Origin, Purpose
 from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, remove_files, write_new
@@ -315,7 +316,7 @@ class DiskBlobStore:
         if self._used[purpose] + size > self._budgets[purpose]:
             raise OperatorError(
                 f"The {purpose}s in {self._root} are at their limit of {self._budgets[purpose]} bytes.",
-                exit_code=6,
+                exit_code=RESOURCES,
             )
         self._used[purpose] += size
 

@@ -10,6 +10,7 @@ from typing import Self
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import RunId
+from p2pdiloco_node.run_folder import RUNS
 from p2pdiloco_node.storage.files import Files, guarded, make_folder
 
 
@@ -38,7 +39,7 @@ class DataDir:
 
     def run_folder(self, run: RunId) -> Path:
         """Everything of one run."""
-        return self.root / "runs" / run.hex()[:16]
+        return self.root / RUNS / run.hex()[:16]
 
     def __enter__(self) -> Self:
         """Raises: OperatorError if another daemon uses it or it cannot be written."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, RESOURCES
 
 T = TypeVar("T")
 Bytes = bytes | memoryview
@@ -91,6 +92,11 @@ def replace_file(files: Files, path: Path, *parts: Bytes) -> None:
 
     Raises: OperatorError; `path` holds what it held before.
     """
+    replace_file_by(files, path, parts)
+
+
+def replace_file_by(files: Files, path: Path, parts: Iterable[Bytes]) -> None:
+    """The same with parts that are made while the file is written."""
     temporary = path.with_name(path.name + TEMPORARY)
     write_new(files, temporary, parts)
 
@@ -148,29 +154,29 @@ def operator_error(error: OSError, path: Path) -> OperatorError:
             return OperatorError(
                 f"The disk with {folder} is full ({_free(folder)} free): make room there and start again; "
                 "nothing that was said to be saved is lost.",
-                exit_code=6,
+                exit_code=RESOURCES,
             )
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return OperatorError(
                 f"{path} cannot be written or read ({error.strerror}): give this user the right to, or name "
                 "another folder with --data-dir.",
-                exit_code=3,
+                exit_code=FILES,
             )
         case errno.ENOTDIR | errno.EEXIST:
             return OperatorError(
                 f"{path} cannot be a folder, because a file has that name or is on the way to it: name a "
                 "folder, or move the file away.",
-                exit_code=3,
+                exit_code=FILES,
             )
         case errno.EMFILE | errno.ENFILE:
             return OperatorError(
                 f"No more files may be open ({error.strerror}): raise the limit with ulimit -n 4096.",
-                exit_code=6,
+                exit_code=RESOURCES,
             )
         case _:
             return OperatorError(
                 f"{path} failed ({error.strerror or error}): check that disk; what was saved before is kept.",
-                exit_code=6,
+                exit_code=RESOURCES,
             )
 
 

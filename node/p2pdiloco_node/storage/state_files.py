@@ -17,6 +17,7 @@ import numpy as np
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.ids import Digest, digest_of
 from p2pdiloco.wire.codec import Struct, decode, encode
 from p2pdiloco.wire.log import Bytes32, Count
@@ -87,7 +88,7 @@ class StateFiles:
             raise OperatorError(
                 f"{folder} reads back otherwise than it was written: check that disk; the state before is "
                 "kept.",
-                exit_code=6,
+                exit_code=RESOURCES,
             )
         for old in self._folders()[2:]:
             self._remove(old)

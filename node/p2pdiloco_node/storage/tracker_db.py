@@ -20,6 +20,7 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES, RUN
 from p2pdiloco.ids import RunId
 from p2pdiloco.status.read_model import Credit, EvalPoint, EventLine, Samples, VersionPoint
 
@@ -138,7 +139,7 @@ class TrackerDb:
             raise OperatorError(
                 f"the history database {self._path} cannot be opened ({error}): check the folder's owner and "
                 "free space",
-                exit_code=6,
+                exit_code=RESOURCES,
             ) from None
         except sqlite3.DatabaseError as error:
             self._begin_anew(str(error))
@@ -155,7 +156,7 @@ class TrackerDb:
             raise OperatorError(
                 f"{self._path} was written by a newer p2pdiloco (history format {version}, this build knows "
                 f"{len(MIGRATIONS)}): pip install --upgrade p2pdiloco",
-                exit_code=5,
+                exit_code=RUN,
             )
         problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
@@ -171,7 +172,7 @@ class TrackerDb:
             raise OperatorError(
                 f"{self._path} holds the history of run {bytes(run).hex()[:16]}, not of "
                 f"{self._run.hex()[:16]}: a tracker serves one run from one folder",
-                exit_code=5,
+                exit_code=RUN,
             )
 
     def _close(self) -> None:
@@ -206,7 +207,7 @@ class TrackerDb:
             raise OperatorError(
                 f"the history database {self._path} cannot be written ({error}): free some space; the page "
                 "goes on without history until then",
-                exit_code=6,
+                exit_code=RESOURCES,
             ) from None
         except sqlite3.DatabaseError as error:
             self._begin_anew(str(error))

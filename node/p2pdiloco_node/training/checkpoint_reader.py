@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES
 from p2pdiloco_node.training.families import family_of
-from p2pdiloco_node.training.model_choice import FILES, check_parts
+from p2pdiloco_node.training.model_choice import check_parts
 from p2pdiloco_node.training.models import derive_buffers, outline
 
 SHOWN = 3  # names in a message

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import PeerId, RunId, tagged_digest
 from p2pdiloco.run_spec import TOKEN_WIDTHS
 
@@ -204,7 +205,7 @@ def unusable(why: str) -> OperatorError:
     """The run's own data are wrong; everybody who has them has them so."""
     return OperatorError(
         f"The run's data is unusable: {why}. This machine and its peers are fine; tell the owner of the run.",
-        exit_code=5,
+        exit_code=RUN,
     )
 
 
@@ -233,6 +234,12 @@ class ShardReader:
         self._type = token_type(token_bytes)
         self._vocab_size = vocab_size
         self._open: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+        # There may be 100,000, and they are looked for whenever one comes or goes.
+        self._numbers: dict[str, list[int]] = {}
+        for number, path in enumerate(paths):
+            self._numbers.setdefault(str(path), []).append(number)
+        self._folders = {os.path.dirname(path) for path in self._numbers}  # noqa: PTH120  # ten times as fast
+        self._all = frozenset(range(len(paths)))
 
     def read(self, places: Sequence[Place]) -> Tokens:
         """(len(places), seq_len + 1) tokens.
@@ -253,18 +260,18 @@ class ShardReader:
 
     def absent(self) -> set[int]:
         """Shards without a file of the right size; one look at each folder, nothing is opened."""
-        sizes: dict[str, int] = {}
-        for folder in {path.parent for path in self._paths}:
+        here = set(self._open)
+        for folder in self._folders:
             try:
                 with os.scandir(folder) as entries:
-                    sizes |= {entry.path: entry.stat().st_size for entry in entries if entry.is_file()}
+                    for entry in entries:
+                        numbers = self._numbers.get(entry.path, ())
+                        if numbers and entry.is_file():
+                            size = entry.stat().st_size
+                            here.update(n for n in numbers if size == self._file_bytes(n))
             except OSError:
                 continue  # a folder that is not there holds nothing
-        return {
-            number
-            for number, path in enumerate(self._paths)
-            if number not in self._open and sizes.get(str(path)) != self._file_bytes(number)
-        }
+        return set(self._all - here)
 
     def forget(self, shards: Collection[int]) -> None:
         """Their files may be gone or others: they are opened again when they are read again."""

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES
 from p2pdiloco_node.config import nearest
-
-SPEC_FAULT = 3  # exit code: what was given cannot be used
 
 
 class ModelRefused(OperatorError):
@@ -111,7 +110,7 @@ def family_of(name: str) -> Family:
         raise ModelRefused(
             f"models of the family {name!r} are not trained by this build{nearest(name, FAMILIES)}; it has "
             f"{', '.join(sorted(FAMILIES))}. If the run needs a newer build: pip install -U p2pdiloco.",
-            exit_code=SPEC_FAULT,
+            exit_code=FILES,
         )
     return found
 
@@ -218,5 +217,5 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _fault(what: str) -> ModelRefused:
     return ModelRefused(
         f"the model's config {what}. Nothing of it is built; ask the run's owner, or mend the config.",
-        exit_code=SPEC_FAULT,
+        exit_code=FILES,
     )

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco_node.training.machine import gpus as gpus_here
-from p2pdiloco_node.training.ranks import RESOURCES, USAGE, find_ranks
+from p2pdiloco_node.training.ranks import find_ranks
 from p2pdiloco_node.training.supervisor import trainer_environment
 
 log = logging.getLogger("p2pdiloco.ranks")

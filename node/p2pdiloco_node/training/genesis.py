@@ -24,6 +24,7 @@ from p2pdiloco_node.training.models import (
     frozen_config,
     initialised,
     make_config,
+    releases,
     tensor_layout,
 )
 from p2pdiloco_node.training.presets import config_bytes
@@ -63,7 +64,7 @@ def make(order: GenesisOrder) -> GenesisMade:
             if not np.isfinite(values).all():
                 raise OperatorError("the checkpoint holds values that are not finite: it is no sound start.")
             values.astype("<f4", copy=False).tofile(file)
-    return GenesisMade(frozen, tensor_layout(model), tuple(notes))
+    return GenesisMade(frozen, tensor_layout(model), tuple(notes), releases())
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from transformers import DynamicCache
 
@@ -34,6 +33,7 @@ from p2pdiloco_node.training.machine import Machine, free_disk
 from p2pdiloco_node.training.memory_plan import Offload
 from p2pdiloco_node.training.models import checkpoint_layers, outline_of, tensor_layout
 from p2pdiloco_node.training.moments_file import read_moments
+from p2pdiloco_node.training.ram import ram
 from p2pdiloco_node.training.rank_group import Alone, Group
 
 Floats = npt.NDArray[np.float32]
@@ -60,8 +60,7 @@ def torch_machine(device: str, folder: str) -> Machine:
     gpu_bytes, name = None, ""
     if device.startswith("cuda"):
         gpu_bytes, name = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
-    ram_bytes = psutil.virtual_memory().total
-    return Machine(name, gpu_bytes, ram_bytes, free_disk(Path(folder)), folder)
+    return Machine(name, gpu_bytes, ram().total, free_disk(Path(folder)), folder)
 
 
 def set_threads(threads: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
+from p2pdiloco_node.training.ram import ram
 
 NVIDIA_SMI_S_MAX = 10.0  # a driver that is waking up takes some seconds
 QUERY = ("--query-gpu=index,name,memory.free,memory.total", "--format=csv,noheader,nounits")
@@ -48,7 +48,7 @@ def this_machine(device: str, folder: Path) -> Machine:
     return Machine(
         gpu_name=", ".join(dict.fromkeys(gpu.name for gpu in chosen)),
         gpu_bytes=min((gpu.free_bytes for gpu in chosen), default=None),
-        ram_bytes=psutil.virtual_memory().available,
+        ram_bytes=ram().free,
         disk_bytes=free_disk(folder),
         folder=str(folder),
     )

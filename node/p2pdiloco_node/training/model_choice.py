@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import InnerSpec
 from p2pdiloco_node.training import presets
 from p2pdiloco_node.training.families import ABOUT_THE_FILE, POSITIONS, check_values, family_of
 from p2pdiloco_node.training.shapes import read_shape
 
-USAGE, FILES = 2, 3  # exit codes
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PART = re.compile(r"^[\w.-]+\.safetensors$")  # a file of the folder itself

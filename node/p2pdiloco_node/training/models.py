@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from p2pdiloco import limits
+from p2pdiloco.exit_codes import FILES, RUN
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 from p2pdiloco_node.config import nearest
 from p2pdiloco_node.training.families import (
     EXPERT_COUNTS,
     LAYER_COUNTS,
-    SPEC_FAULT,
     ModelRefused,
     family_of,
     open_config,
@@ -29,6 +31,12 @@ from p2pdiloco_node.training.families import (
 )
 
 _COMMON = frozenset(field.name for field in fields(PreTrainedConfig))
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What config classes have and no model that is trained here reads: it would tie runs to some releases.
+NOT_READ = frozenset(
+    {*TOKEN_IDS, "classifier_dropout", "output_router_logits", "pretraining_tp", "use_cache"}
+)
+NOT_READ_PREFIX = "summary_"  # heads of gpt2 for other tasks
 # Keys of config.json files from before rope_parameters; their classes turn them into that.
 LEGACY_ROPE = frozenset(
     {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"}
@@ -42,8 +50,13 @@ def known_keys(family: str) -> frozenset[str]:
     return frozenset(field.name for field in fields(cls)) - _COMMON
 
 
-def make_config(family: str, arguments: Mapping[str, Any], *, from_file: bool = False) -> Any:
+def make_config(
+    family: str, arguments: Mapping[str, Any], *, from_file: bool = False, made_with: str = ""
+) -> Any:
     """The config object of checked `arguments` (families.py).
+
+    A key that the class does not know may stand there with a value that says no: another release has that
+    feature, and this model does without. `made_with`: the releases that made the run, if it says so.
 
     `from_file`: with what config.json files have besides: rope's keys by their old names, and values that the
     class derives itself, which are left out.
@@ -55,28 +68,47 @@ def make_config(family: str, arguments: Mapping[str, Any], *, from_file: bool = 
         derived = AutoConfig.for_model(family).to_dict().keys() - known
         arguments = {key: value for key, value in arguments.items() if key not in derived}
         known |= LEGACY_ROPE
-    for key in arguments:
-        if key not in known:
+    arguments = {key: value for key, value in arguments.items() if _is_read(key)}
+    for key, value in arguments.items():
+        if key not in known and not _says_no(value):
             raise ModelRefused(
                 f"the model's config has the key {key!r}, which {family!r} does not know"
-                f"{nearest(key, known)}. In a run: install the transformers that its owner uses; in a file: "
-                "take the key out, if the model does not need it.",
-                exit_code=SPEC_FAULT,
+                f"{nearest(key, known)}. In a run: install {made_with or 'the transformers of its owner'} "
+                f"(here is transformers {transformers.__version__}); in a file: take the key out, if the "
+                "model does not need it.",
+                exit_code=FILES,
             )
+    arguments = {key: value for key, value in arguments.items() if key in known}
     try:
-        config = AutoConfig.for_model(family, **without_dropout(family, arguments))
+        config = AutoConfig.for_model(
+            family, **dict.fromkeys(TOKEN_IDS), **without_dropout(family, arguments)
+        )
     except Exception as error:  # noqa: BLE001 - config classes raise what they like about their arguments
         raise _unbuildable(family, error) from None
     config.use_cache = False
-    # No token is padding: sequences are cut from one long text, and every embedding is trained.
-    config.pad_token_id = None
     return config
 
 
 def frozen_config(config: Any) -> dict[str, Any]:
-    """All arguments that make `config` again, defaults included: another release may have other defaults."""
+    """All arguments that make `config` again, defaults included: another release may have other defaults.
+
+    Those that no model reads are left out: another release may not have them.
+    """
     own = sorted(known_keys(config.model_type))
-    return {key: getattr(config, key) for key in own if hasattr(config, key) and key != "use_cache"}
+    return {key: getattr(config, key) for key in own if hasattr(config, key) and _is_read(key)}
+
+
+def releases() -> str:
+    """Of the libraries that make a run's model and tokenizer, for people."""
+    return f"transformers {transformers.__version__}, tokenizers {version('tokenizers')}"
+
+
+def _is_read(key: str) -> bool:
+    return key not in NOT_READ and not key.startswith(NOT_READ_PREFIX)
+
+
+def _says_no(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
 
 
 def build_model(spec: ModelSpec) -> Any:
@@ -86,7 +118,11 @@ def build_model(spec: ModelSpec) -> Any:
 
     Raises: ModelRefused: the config is not one that may be built.
     """
-    return initialised(spec.family, make_config(spec.family, open_config(spec.family, spec.config)))
+    return initialised(spec.family, _config_of(spec))
+
+
+def _config_of(spec: ModelSpec) -> Any:
+    return make_config(spec.family, open_config(spec.family, spec.config), made_with=spec.made_with)
 
 
 def initialised(family: str, config: Any) -> Any:
@@ -125,10 +161,11 @@ def outline_of(spec: ModelSpec) -> Any:
 
     Raises: ModelRefused: it is another model, too large, or cannot be built.
     """
-    model = outline(spec.family, make_config(spec.family, open_config(spec.family, spec.config)))
+    model = outline(spec.family, _config_of(spec))
     found = tensor_layout(model)
     if found != spec.tensors:
-        raise ModelRefused(f"{_difference(found, spec.tensors)} Nothing of it is built.", exit_code=5)
+        said = f" (it was made with {spec.made_with})" if spec.made_with else ""
+        raise ModelRefused(f"{_difference(found, spec.tensors)}{said} Nothing of it is built.", exit_code=RUN)
     return model
 
 
@@ -232,7 +269,7 @@ def _too_large(what: str) -> ModelRefused:
     return ModelRefused(
         f"the model's config asks for {what}: a run's model has up to 2**{most:.0f} parameters. Nothing of "
         "it is built.",
-        exit_code=SPEC_FAULT,
+        exit_code=FILES,
     )
 
 
@@ -240,5 +277,5 @@ def _unbuildable(family: str, error: Exception) -> ModelRefused:
     said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return ModelRefused(
         f"a model of the family {family!r} cannot be made from this config: {said[:300]}.",
-        exit_code=SPEC_FAULT,
+        exit_code=FILES,
     )

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.run_spec import BYTES, InnerSpec, ModelSpec, TensorSpec
 from p2pdiloco_node.config import nearest
 
@@ -131,7 +132,7 @@ def preset(name: str) -> Preset:
         raise OperatorError(
             f"there is no model {name!r}{nearest(name, PRESETS)}; choose one of {', '.join(PRESETS)}, or "
             "name a config.json or a folder with a checkpoint.",
-            exit_code=2,
+            exit_code=USAGE,
         )
     return found
 

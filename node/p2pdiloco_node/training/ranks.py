@@ -15,11 +15,11 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco_node.config import parse_host_port
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.machine import Gpu
 
-USAGE, RESOURCES = 2, 6  # exit codes
 PYTHON = (sys.executable, "-P", "-m")
 WORKER = (*PYTHON, "p2pdiloco_node.training.trainer_process")
 LAUNCHER = (*PYTHON, "p2pdiloco_node.training.launch")

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES
 from p2pdiloco.run_spec import DataSpec
 from p2pdiloco_node.training.data import DataOrder
-
-SETTINGS = 3  # exit code
 
 
 class Costs(NamedTuple):
@@ -56,7 +55,7 @@ def check_quota(data: DataSpec, quota: int) -> None:
             f"--data-disk allows {_mb(quota)} for the run's data, and a node needs at least {_mb(least)}: "
             f"{shards} of its {len(data.shards)} shards, as they travel and opened, and what it evaluates "
             f"with. Give --data-disk {-(-least // 10**6)}MB or more.",
-            SETTINGS,
+            FILES,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, RESOURCES
 from p2pdiloco.run_spec import TokenizerSpec
 from p2pdiloco_node.tokenizer_json import for_decoding
 
@@ -40,7 +41,9 @@ class JsonText:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise OperatorError("tokenizers is not installed: pip install 'p2pdiloco[node]'.", 3) from None
+            raise OperatorError(
+                "tokenizers is not installed: pip install 'p2pdiloco[node]'.", FILES
+            ) from None
         try:
             self._tokenizer: Any = Tokenizer.from_buffer(data)
         except BaseException as error:  # noqa: BLE001 - its library raises Exception itself, and panics
@@ -67,7 +70,7 @@ def open_codec(spec: TokenizerSpec, pieces: Sequence[Path]) -> TextCodec:
             raise OperatorError(f"the run's tokenizer has more than {limits.tokenizer_bytes_max >> 20} MiB.")
         data = b"".join(piece.read_bytes() for piece in pieces)
     except OSError as error:
-        raise OperatorError(f"the run's tokenizer cannot be read: {error}.", 6) from None
+        raise OperatorError(f"the run's tokenizer cannot be read: {error}.", RESOURCES) from None
     return JsonText(data)
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.ids import tagged_digest
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import encode
@@ -84,7 +85,7 @@ async def time_inner_steps(
             raise OperatorError(
                 f"{trainers} trainers took more than {START_S_MAX:.0f} s to start here; close other "
                 "programs, or start fewer nodes.",
-                exit_code=6,
+                exit_code=RESOURCES,
             ) from None
     return statistics.median(task.result() for task in timed)
 
@@ -131,8 +132,8 @@ async def _next_report(stream: asyncio.StreamReader, said: Path) -> frames.Stepp
         if isinstance(event, frames.Stepped):
             return event
         if isinstance(event, frames.Failed):
-            raise OperatorError(f"the trainer does not start: {event.message}", exit_code=6)
-    raise OperatorError(f"the trainer does not start here: {_last_line(said)[:300]}", exit_code=6)
+            raise OperatorError(f"the trainer does not start: {event.message}", exit_code=RESOURCES)
+    raise OperatorError(f"the trainer does not start here: {_last_line(said)[:300]}", exit_code=RESOURCES)
 
 
 def _last_line(said: Path) -> str:

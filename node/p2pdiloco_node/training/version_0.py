@@ -41,6 +41,7 @@ class GenesisMade(Struct, frozen=True):
     config: bytes  # every argument, in the form of a RunSpec
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=limits.array_items_max)]
     notes: tuple[str, ...]  # for people
+    made_with: str  # releases of its libraries
 
 
 async def make_version_0(
@@ -71,6 +72,7 @@ async def make_version_0(
             vocab_size=vocab_size,
             seq_len=choice.seq_len,
             tensors=made.tensors,
+            made_with=made.made_with[: limits.made_with_chars_max],
         )
         return spec, await asyncio.to_thread(read_array, path, spec.params), made.notes
 

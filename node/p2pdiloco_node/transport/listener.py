@@ -19,6 +19,7 @@ from aiohttp import web
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
+from p2pdiloco.exit_codes import FILES, NETWORK, RESOURCES
 from p2pdiloco_node.transport.addresses import canonical
 
 FILES_BESIDES = 256  # open files that are not connections of this server
@@ -169,7 +170,7 @@ def check_c_parser() -> None:
         raise OperatorError(
             "aiohttp runs without its C parser, which strangers could use to slow this node down: unset "
             "AIOHTTP_NO_EXTENSIONS, or reinstall it (pip install --force-reinstall aiohttp).",
-            exit_code=3,
+            exit_code=FILES,
         )
 
 
@@ -182,7 +183,7 @@ def check_open_files(needed: int) -> None:
         raise OperatorError(
             f"This process may open {hard} files and needs {needed} for its connections: raise the limit "
             f"(ulimit -n {needed}) and start again.",
-            exit_code=6,
+            exit_code=RESOURCES,
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -191,13 +192,13 @@ def _cannot_listen(error: OSError, host: str, port: int) -> OperatorError:
     match error.errno:
         case errno.EADDRINUSE:
             text = f"Port {port} on {host} is in use by another program: stop that, or choose another port "
-            return OperatorError(text + "with --listen HOST:PORT.", exit_code=6)
+            return OperatorError(text + "with --listen HOST:PORT.", exit_code=RESOURCES)
         case errno.EACCES | errno.EPERM:
             text = f"This user may not listen on port {port}: choose one above 1023 with --listen HOST:PORT."
-            return OperatorError(text, exit_code=6)
+            return OperatorError(text, exit_code=RESOURCES)
         case _:
             return OperatorError(
                 f"Cannot listen on {host}:{port} ({error.strerror or error}): name an address of this "
                 "machine with --listen HOST:PORT (0.0.0.0 for all).",
-                exit_code=4,
+                exit_code=NETWORK,
             )

@@ -8,6 +8,7 @@ prove themselves, a snapshot by the state root that an entry certifies.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,23 +39,33 @@ class Snapshots(Struct, frozen=True):
 
 
 class ReaderRoutes:
-    """`log`: the journal's file, which only grows. `snapshots()`: on the event loop, at once."""
+    """`log`: the journal's file. `rewrites()`: how often it was written anew, cut by a recovery perhaps; in
+    between it only grows. `snapshots()`: on the event loop, at once. `known(address)`: whether a peer that
+    the log knows was heard from there; such addresses have places of their own."""
 
     def __init__(
         self,
         run: RunId,
         log: Path,
+        rewrites: Callable[[], int],
         snapshots: Callable[[], Sequence[SnapshotOffer]],
         traffic: Traffic,
         *,
         local: bool,
+        known: Callable[[str], bool] = lambda _address: False,
         clock: Clock = time.monotonic,
     ) -> None:
         self._log = log
-        self._tag = f"log-{run.hex()[:16]}"  # what is asked for from a byte on goes on from there
+        self._rewrites = rewrites
+        self._life = f"{run.hex()[:16]}-{secrets.token_hex(4)}"
         self._snapshots = snapshots
         self._rates = Rates(clock)
-        self._files = FileAnswers(Slots(limits.log_readers_max, kept=0, local=local), Pace(), traffic)
+        self._known = known
+        slots = Slots(
+            limits.log_readers_max, kept=limits.log_readers_kept, local=local,
+            per_address=limits.log_readers_per_address_max,
+        )  # fmt: skip
+        self._files = FileAnswers(slots, Pace(), traffic)
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get("/v1/log", self._get_log), web.get("/v1/snapshots", self._get_snapshots)]
@@ -62,13 +73,16 @@ class ReaderRoutes:
     async def _get_log(self, request: web.Request) -> web.StreamResponse:
         """Raises: PeerError RATE_LIMITED, NOT_HERE, BAD_RANGE (also where nothing is new)."""
         self._admit(request)
+        # Counted before the file is opened: what is asked for with this tag goes on from what came with it.
+        tag = f"log-{self._life}-{self._rewrites()}"
         try:
             size = (await asyncio.to_thread(self._log.stat)).st_size
         except OSError:
             raise PeerError("NOT_HERE", "there is no log here yet") from None
         if size == 0:
             raise PeerError("NOT_HERE", "there is no log here yet")
-        return await self._files.answer(request, self._log, size, self._tag)
+        known = self._known(remote_ip(request))
+        return await self._files.answer(request, self._log, size, tag, known=known)
 
     async def _get_snapshots(self, request: web.Request) -> web.StreamResponse:
         """Raises: PeerError RATE_LIMITED."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.sim.lab.node import LabNode
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Churn:
             raise OperatorError(
                 f"experiment {lab.e.name!r}: swarm.leaves takes everybody away at {lab.tokens} tokens: "
                 "let fewer leave, or others join before.",
-                exit_code=2,
+                exit_code=USAGE,
             )
         node = members[-1]
         if node.up:

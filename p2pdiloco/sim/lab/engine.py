@@ -16,6 +16,7 @@ from p2pdiloco import limits
 from p2pdiloco.diloco.compress import encoded_size
 from p2pdiloco.diloco.layout import Array
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.run_spec import TensorSpec
 from p2pdiloco.sim.chance import Chance
 from p2pdiloco.sim.clock import Clock
@@ -137,7 +138,7 @@ class Lab:
                 raise OperatorError(
                     f"experiment {e.name!r}: {limits.lab_events_max} events without an outer step (at "
                     f"{self.tokens} of {e.target_tokens} tokens): do nodes die before a pass ends?",
-                    exit_code=2,
+                    exit_code=USAGE,
                 )
             if self.clock.now - self._last_step_at > STALL_PASSES * e.pass_s + e.swarm.repair_s:
                 if any(n.rolled_back for n in self.nodes):
@@ -147,7 +148,7 @@ class Lab:
                     f"experiment {e.name!r}: no outer step in {STALL_PASSES} passes (at {self.tokens} of "
                     f"{e.target_tokens} tokens): see whether a pass is shorter than its transfer, or whether "
                     "everybody is away.",
-                    exit_code=2,
+                    exit_code=USAGE,
                 )
         for node in self.nodes:
             node.end()

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 
 YEAR_S = 31_536_000
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -196,7 +197,7 @@ def check_experiment(e: Experiment) -> None:
     """What types alone cannot say. Raises: OperatorError with the key and what to do."""
     slips = chain(_outer_slips(e), _swarm_slips(e), _model_slips(e), _too_much(e))
     if slip := next(slips, None):
-        raise OperatorError(f"experiment {e.name!r}: {slip}", exit_code=2)
+        raise OperatorError(f"experiment {e.name!r}: {slip}", exit_code=USAGE)
 
 
 def _outer_slips(e: Experiment) -> Iterator[str]:

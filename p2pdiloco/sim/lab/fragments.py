@@ -13,6 +13,7 @@ import numpy as np
 
 from p2pdiloco.diloco.layout import Array
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.run_spec import TensorSpec
 
 
@@ -41,7 +42,7 @@ def fragments_of(tensors: Sequence[TensorSpec], count: int) -> list[Fragment]:
         raise OperatorError(
             f"outer.fragments is {count} and the model has {len(tensors)} tensors, which are never cut: set "
             f"outer.fragments to {len(tensors)} or less.",
-            exit_code=2,
+            exit_code=USAGE,
         )
     held: list[list[int]] = [[] for _ in range(count)]
     values = [0] * count

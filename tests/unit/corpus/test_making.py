@@ -7,9 +7,11 @@ import gzip
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,15 +22,17 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import digest_of
 from p2pdiloco.run_spec import BlobRef, DataSpec
 from p2pdiloco.wire.frames import open_frame
-from p2pdiloco_node.corpus import making, readers, reading, streams
+from p2pdiloco_node.corpus import making, packing, readers, reading, segments, streams, tokenising
+from p2pdiloco_node.corpus.held_out import HeldSet, Split
 from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.processes import Stopped
-from p2pdiloco_node.corpus.progress import Quiet
 from p2pdiloco_node.corpus.readers import Batch, Format, Part, read_part
+from p2pdiloco_node.corpus.segments import Segment, Slice
 from p2pdiloco_node.corpus.sources import Input
 from p2pdiloco_node.corpus.streams import cannot_read
-from p2pdiloco_node.corpus.tokenizer import JsonTokens
-from p2pdiloco_node.corpus.work import Work
+from p2pdiloco_node.corpus.tokenizer import ByteTokens, JsonTokens
+from p2pdiloco_node.corpus.work import Plan, Work
+from p2pdiloco_node.progress import Quiet
 
 WORDS = [
     "one",
@@ -147,6 +151,43 @@ def test_processes_portions_and_buckets_do_not_matter(
     monkeypatch.setattr(limits, "portion_bytes", 64 << 10)
     monkeypatch.setattr(limits, "bucket_bytes", 40 << 10)
     assert make_data(request._replace(jobs=1), tmp_path / "2", Quiet()) == whole
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_more_text_than_files_looked_like_does_not_take_more_memory(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    """An archive of logs may hold twenty times its size, and the buckets were counted by four."""
+    monkeypatch.setattr(limits, "document_bytes_max", 16 << 10)
+    whole = make_data(Request([str(folder)], tokenizer=tokenizer), tmp_path / "as it looks", Quiet())
+    sizes: list[int] = []
+
+    def seen(parts: Sequence[Segment], bucket: int) -> Iterator[tuple[Slice, Any]]:
+        for part, places in segments.read_bucket(parts, bucket):
+            sizes.append(len(part.texts))
+            yield part, places
+
+    monkeypatch.setattr(tokenising, "read_bucket", seen)
+    monkeypatch.setattr(Plan, "buckets", property(lambda _: 1))
+    monkeypatch.setattr(limits, "bucket_bytes", 64 << 10)
+    assert make_data(Request([str(folder)], tokenizer=tokenizer), tmp_path / "as it is", Quiet()) == whole
+    assert len(sizes) > 10
+    assert max(sizes) < 2 * limits.bucket_bytes
+
+
+def test_of_a_document_that_is_cut_the_text_that_is_there_counts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its bits per byte would look better than they are."""
+    monkeypatch.setattr(packing.limits, "frame_content_bytes_max", 1001)
+    work = Work(tmp_path)
+    for name in ("tokens", "blobs"):
+        (tmp_path / name).mkdir()
+    held = [tokenising.Held(b"d", b"x" * 3000, 3000)]
+    work.write(work.held_of(0), [msgspec.msgpack.encode(held)])
+    split = Split(1, 3000, 0, (HeldSet("all", (b"d",)),), (3000,))
+    (made,) = packing.evaluation_sets(work, tmp_path / "blobs", split, 1, ByteTokens())
+    assert (made.shard.tokens, made.text_bytes) == (1001, 1001)
 
 
 def test_on_several_processes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

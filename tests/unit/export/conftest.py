@@ -216,6 +216,7 @@ class KeptRun:
         readers = ReaderRoutes(
             self.run,
             self.folder / "witness" / "journal" / "log",
+            lambda: self.journal.rewrites,
             lambda: self.keeper.snapshots,
             Traffic(),
             local=True,

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from safetensors.numpy import load_file
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.messages import SnapshotOffer
@@ -34,6 +35,7 @@ def quiet(*_: object) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "full_config", lambda *_: None)
     monkeypatch.setattr(fetched, "PAUSE_S", 0.0)
+    monkeypatch.setattr(limits, "log_retry_s", 0.0)
 
 
 @pytest.fixture

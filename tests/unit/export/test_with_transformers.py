@@ -33,7 +33,7 @@ from p2pdiloco_node.export.hf_config import written_out
 from p2pdiloco_node.export.names import ARCHITECTURES, published
 from p2pdiloco_node.export.weights import write_weights
 from p2pdiloco_node.storage.files import Files
-from p2pdiloco_node.training.families import FAMILIES
+from p2pdiloco_node.training import families
 from p2pdiloco_node.training.supervisor import trainer_environment
 
 Make = Callable[..., Any]
@@ -124,7 +124,7 @@ def test_every_family_loads_under_its_published_names(family: str, tmp_path: Pat
 
 
 def test_every_family_that_is_trained_has_its_name_in_the_rest_of_the_world() -> None:
-    assert set(ARCHITECTURES) == set(FAMILIES)
+    assert set(ARCHITECTURES) == set(families.FAMILIES)
 
 
 def test_the_config_is_written_out_for_other_programs() -> None:

@@ -113,6 +113,20 @@ def test_data_parallel_is_a_ring_in_bf16_each_step() -> None:
     assert data_parallel_bytes_per_token(SPEC, 1) == 0
 
 
+def test_bits_are_those_of_the_text_as_on_the_page() -> None:
+    """Its end tokens are no text."""
+    (held_out,) = SPEC.data.evaluations
+    shorter = msgspec.structs.replace(held_out, text_bytes=held_out.shard.tokens // 2)
+    spec = msgspec.structs.replace(SPEC, data=msgspec.structs.replace(SPEC.data, evaluations=(shorter,)))
+    nodes = [NodeFacts("node-1", "aa", 3000, {}, 0.4)]
+    summary = summarise(
+        spec, facts_of_log(spec, LOG), nodes, seed=1, run_id="00", seconds=30.0, evaluations={0: 4.0, 3: 2.0},
+        faults=[], page="",
+    )  # fmt: skip
+    assert summary.bits_per_byte_last == pytest.approx(4.0 / log(2))
+    assert "11.54 -> 5.77 bits per byte" in " ".join(in_words(summary, names={}, witness_entries=1))
+
+
 def test_the_summary_adds_up_and_reads_well() -> None:
     nodes = [NodeFacts("node-1", "aa", 3000, {"RUN_OVER": 2}, 0.4), NodeFacts("node-2", "aa", 3000, {}, 0.9)]
     faults = [Fault("kill node", "node-2", 1.5, None)]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId, RunId
-from p2pdiloco.protocol.run_log import RunLog
-from p2pdiloco.rules.state import genesis_state
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.seen_run import Host, SeenRun, link_of
 from p2pdiloco_node.owner.words import find_peer
+from p2pdiloco_node.progress import Quiet
 
 RUN = RunId(b"r" * 32)
 
@@ -48,11 +48,7 @@ def seen_with(**names: str) -> SeenRun:
     peers = {name: PeerId(bytes.fromhex(start.ljust(64, "0"))) for name, start in names.items()}
     seen.hosts = {peer: Host(peer, name, witness=False, urls=()) for name, peer in peers.items()}
 
-    class Log:
-        states = (genesis_state(tiny.spec),)
-        log = RunLog(tiny.run, tiny.spec)
-
-    seen._log = Log()
+    seen.tail = LogReader(cast("Any", None), tiny.run, tiny.spec, "http://x", Quiet().progress, advice="")
     return seen  # type: ignore[no-any-return]
 
 

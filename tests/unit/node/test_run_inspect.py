@@ -22,7 +22,8 @@ from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections
 OWNER = Ed25519Signer(bytes([5]) * 32)
 TINY = tiny_run(OWNER, PeerId(b"w" * 32))
 SPEC: RunSpec = msgspec.structs.replace(
-    TINY.spec, name="poems", samples=SampleSpec(("Once upon",), 32, (tuple(b"Once upon"),)), origin="version 7 of verse",
+    TINY.spec, name="poems", samples=SampleSpec(("Once upon",), 32, (tuple(b"Once upon"),)),
+    origin="version 7 of verse",
     parent=Parent(b"p" * 32, 7, TINY.spec.genesis.params_root), target_version=900,
 )  # fmt: skip
 RUN = TINY.run

@@ -436,6 +436,11 @@ async def test_peers_that_lie_are_only_asked_again(world: World) -> None:
     world.fails = PeerError("TOO_BIG", "a lie")
     async with living(Node(world)) as node:
         await node.settled()
+        assert not node.shards.ready.is_set()
+        assert node.said == [], "it is nothing that the node's owner can mend"
+        asked = len(world.asked)
+        assert asked > 0
         world.fails = None
         node.later(5.0)
         await node.until(node.shards.ready.is_set)
+        assert len(world.asked) > asked

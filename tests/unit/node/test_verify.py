@@ -71,14 +71,14 @@ def test_a_whole_run_verifies_and_tells_what_it_read(
     run: tuple[Path, RunSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = run
-    told: list[tuple[str, int, int]] = []
+    told: list[tuple[str, float, float, str]] = []
     verified = verify_run(folder, lambda *news: told.append(news))
     assert (verified.version, verified.blobs) == (0, 5)
-    assert [news[1:] for news in told] == [(n, 5) for n in range(1, 6)]
+    assert [news[1:] for news in told] == [(n, 5, "blobs") for n in range(1, 6)]
     assert print_verified(folder, as_json=True) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["blobs"] == 5
-    assert said.err == "reading data and version 0 (5) ...\n"
+    assert said.err == "Reading data and version 0 ...\n"
 
 
 @pytest.mark.parametrize("harm", ["bit", "short", "gone"])

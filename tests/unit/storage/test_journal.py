@@ -261,3 +261,12 @@ def test_boot_counter_only_rises(tmp_path: Path, crash_everywhere: Harness) -> N
         assert DiskJournal(folder).next_boot() > said
 
     crash_everywhere(work, check, reset)
+
+
+def test_who_reads_bytes_can_tell_that_they_do_not_go_on(tmp_path: Path) -> None:
+    journal = DiskJournal(tmp_path)
+    journal.load_entries()
+    journal.append_entries([entry(n) for n in range(3)])
+    assert journal.rewrites == 0
+    journal.cut(1)
+    assert journal.rewrites == 1

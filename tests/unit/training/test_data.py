@@ -303,3 +303,34 @@ def test_a_token_that_no_model_knows_is_the_owner_s_fault(tmp_path: Path) -> Non
         reader.read([Place(0, 0), Place(1, 0)])
     assert caught.value.exit_code == 5
     assert not isinstance(caught.value, ShardMissing), "another shard would not help"
+
+
+def test_looking_for_shards_costs_as_much_as_there_is_on_the_disk(tmp_path: Path) -> None:
+    """Not as much as the run has shards: it is done whenever one is opened or let go, between inner steps."""
+    looked = 0
+
+    class Counted(type(tmp_path)):  # type: ignore[misc]
+        def __str__(self) -> str:
+            nonlocal looked
+            looked += 1
+            return str(super().__str__())
+
+        @property
+        def parent(self) -> Any:
+            nonlocal looked
+            looked += 1
+            return super().parent
+
+    names = ["a", "b", "c", "a", "gone/d"]
+    reader = ShardReader([Counted(tmp_path / name) for name in names], [9, 9, 9, 9, 9], seq_len=8)
+    looked = 0
+    assert reader.absent() == {0, 1, 2, 3, 4}
+    (tmp_path / "a").write_bytes(bytes(9))
+    (tmp_path / "b").write_bytes(bytes(8))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "another").write_bytes(bytes(9))
+    assert reader.absent() == {1, 2, 4}, "the same shard may stand there twice"
+    assert looked == 0
+    reader.read([Place(0, 0)])
+    (tmp_path / "a").unlink()
+    assert reader.absent() == {1, 2, 3, 4}, "what is open is here"

@@ -292,3 +292,39 @@ def test_a_frozen_config_says_everything() -> None:
     assert {"rms_norm_eps", "hidden_act", "head_dim", "attention_bias"} <= frozen.keys()
     assert not {"use_cache", "transformers_version", "dtype"} & frozen.keys()
     assert len(spec.config) < limits.model_config_bytes_max // 8
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_nothing_is_frozen_that_no_model_reads(family: str) -> None:
+    """A release that drops such a key from its class would end every run that names it."""
+    spec, _ = tiny_spec(family)
+    frozen = json.loads(spec.config)
+    assert not {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp"} & frozen.keys()
+    assert not [key for key in frozen if key.startswith("summary_")]
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_a_run_of_a_newer_release_says_no_to_what_is_unknown_here(value: Any) -> None:
+    from p2pdiloco_node.training.models import make_config, outline_of
+
+    spec, _ = tiny_spec("llama")
+    said = json.loads(spec.config) | {"of_the_next_release": value, "pretraining_tp": 1, "eos_token_id": 9}
+    newer = msgspec.structs.replace(spec, config=json.dumps(said).encode())
+    assert outline_of(newer) is not None
+    assert make_config("llama", said).eos_token_id is None, "no model reads it"
+
+
+def test_a_run_that_needs_another_release_names_it() -> None:
+    from p2pdiloco_node.training.models import outline_of, releases
+
+    spec, _ = tiny_spec("llama")
+    said = json.loads(spec.config) | {"of_the_next_release": 2}
+    newer = msgspec.structs.replace(
+        spec, config=json.dumps(said).encode(), made_with="transformers 9.1.0, tokenizers 1.0"
+    )
+    with pytest.raises(OperatorError, match=r"install transformers 9\.1\.0, tokenizers 1\.0 \(here is trans"):
+        outline_of(newer)
+    other = msgspec.structs.replace(newer, config=spec.config, tensors=spec.tensors[1:])
+    with pytest.raises(OperatorError, match=r"made with transformers 9\.1\.0"):
+        outline_of(other)
+    assert releases().startswith("transformers 5.")

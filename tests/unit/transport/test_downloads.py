@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -44,11 +46,13 @@ async def serve() -> AsyncIterator[Serve]:
         await client.close()
 
 
-def downloads(folder: Path, now: list[float], *, local: bool = True) -> Downloads:
+def downloads(folder: Path, now: list[float], *, local: bool = True, known: str = "") -> Downloads:
     path = folder / "weights"
     path.write_bytes(DATA)
     offered = {NAME: Offered(path, len(DATA), SHA), "v0/gone": Offered(folder / "none", 1, SHA)}
-    return Downloads(offered.get, lambda: b'{"kept":1}', Traffic(), local=local, clock=lambda: now[0])
+    return Downloads(
+        offered.get, lambda: b'{"kept":1}', Traffic(), local=local, known=known.__eq__, clock=lambda: now[0]
+    )
 
 
 async def test_a_checkpoint_comes_whole_and_in_ranges_and_is_never_shown_as_a_page(
@@ -89,7 +93,9 @@ async def test_downloads_have_slots_and_a_rate_of_their_own(serve: Serve, tmp_pa
     now = [0.0]
     made = downloads(tmp_path, now, local=False)
     client = await serve(made.routes())
-    with made._files._slots.held("192.0.2.1"), made._files._slots.held("192.0.2.2"):
+    with ExitStack() as taken:
+        for n in range(limits.downloads_max - limits.downloads_kept):
+            taken.enter_context(made._files._slots.held(f"192.0.2.{n}"))
         async with client.get(f"/checkpoints/{NAME}") as answer:
             assert answer.status == 503
             assert "Retry-After" in answer.headers
@@ -104,10 +110,51 @@ async def test_downloads_have_slots_and_a_rate_of_their_own(serve: Serve, tmp_pa
         assert answer.status == 200
 
 
+def log_readers(folder: Path, known: str = "") -> ReaderRoutes:
+    path = folder / "log"
+    path.write_bytes(DATA)
+    return ReaderRoutes(RUN, path, lambda: 0, list, Traffic(), local=False, known=known.__eq__)
+
+
+def weights(folder: Path, known: str = "") -> Downloads:
+    return downloads(folder, [0.0], local=False, known=known)
+
+
+@pytest.mark.parametrize(("make", "path"), [(log_readers, "/v1/log"), (weights, f"/checkpoints/{NAME}")])
+async def test_one_address_that_reads_slowly_holds_up_nobody_else(
+    serve: Serve, tmp_path: Path, make: Callable[..., Any], path: str
+) -> None:
+    made = make(tmp_path)
+    slots = made._files._slots
+    client = await serve(made.routes())
+    with ExitStack() as taken:
+        while slots.is_free("192.0.2.1", known=False):
+            taken.enter_context(slots.held("192.0.2.1"))
+        async with client.get(path) as answer:
+            assert answer.status == 200
+        assert slots.is_free("192.0.2.2", known=False)
+
+
+@pytest.mark.parametrize(("make", "path"), [(log_readers, "/v1/log"), (weights, f"/checkpoints/{NAME}")])
+async def test_whom_the_log_knows_has_places_that_strangers_cannot_take(
+    serve: Serve, tmp_path: Path, make: Callable[..., Any], path: str
+) -> None:
+    made = make(tmp_path, known="127.0.0.1")
+    slots = made._files._slots
+    client = await serve(made.routes())
+    with ExitStack() as taken:
+        for n in range(100):
+            if slots.is_free(f"192.0.2.{n}", known=False):
+                taken.enter_context(slots.held(f"192.0.2.{n}"))
+        assert not slots.is_free("203.0.113.1", known=False)
+        async with client.get(path) as answer:
+            assert answer.status == 200
+
+
 async def test_the_log_is_there_to_read_and_to_go_on_reading(serve: Serve, tmp_path: Path) -> None:
     log = tmp_path / "log"
     offers = [SnapshotOffer(i, (bytes(32),), (bytes(32),), b"r") for i in (16, 32, 48)]
-    client = await serve(ReaderRoutes(RUN, log, lambda: offers, Traffic(), local=True).routes())
+    client = await serve(ReaderRoutes(RUN, log, lambda: 0, lambda: offers, Traffic(), local=True).routes())
     async with client.get("/v1/log") as answer:
         assert answer.status == 404
     log.write_bytes(DATA)
@@ -122,8 +169,30 @@ async def test_the_log_is_there_to_read_and_to_go_on_reading(serve: Serve, tmp_p
 
 
 async def test_readers_have_a_rate(serve: Serve, tmp_path: Path) -> None:
-    routes = ReaderRoutes(RUN, tmp_path / "log", list, Traffic(), local=True, clock=lambda: 0.0)
+    routes = ReaderRoutes(RUN, tmp_path / "log", lambda: 0, list, Traffic(), local=True, clock=lambda: 0.0)
     client = await serve(routes.routes())
     for n in range(limits.reads_per_address_burst + 1):
         async with client.get("/v1/snapshots") as answer:
             assert answer.status == (200 if n < limits.reads_per_address_burst else 429)
+
+
+async def test_a_log_that_was_cut_does_not_go_on_from_a_byte(serve: Serve, tmp_path: Path) -> None:
+    """A recovery cuts it, and then it may grow beyond what a reader has: that would be half of each."""
+    log, rewrites = tmp_path / "log", [0]
+    readers = ReaderRoutes(RUN, log, lambda: rewrites[0], list, Traffic(), local=True)
+    client = await serve(readers.routes())
+    log.write_bytes(DATA)
+    async with client.get("/v1/log") as answer:
+        tag = answer.headers["ETag"]
+    rest = {"Range": f"bytes={len(DATA)}-", "If-Range": tag}
+    log.write_bytes(DATA + b"more")
+    async with client.get("/v1/log", headers=rest) as answer:
+        assert (answer.status, await answer.read()) == (206, b"more")
+    log.write_bytes(DATA[::-1] + b"other")
+    rewrites[0] += 1
+    async with client.get("/v1/log", headers=rest) as answer:
+        assert (answer.status, await answer.read()) == (200, DATA[::-1] + b"other")
+    again = ReaderRoutes(RUN, log, lambda: 0, list, Traffic(), local=True)  # the process began anew
+    client = await serve(again.routes())
+    async with client.get("/v1/log", headers=rest) as answer:
+        assert answer.status == 200

@@ -199,7 +199,7 @@ def test_only_what_is_meant_to_be_passed_on_is_for_anybody() -> None:
     with pytest.raises(PeerError, match="WRONG_RECEIVER"):
         open_envelope(resigned(sealed(NewerTerm(9)), to=ANYBODY), verify_ed25519, run=RUN, me=ANYBODY)
     refused(resigned(sealed(HEAD), to=YOU), "WRONG_RECEIVER")
-    assert {kind.__name__ for kind in PASSED_ON} == {"PeerRecord", "Head"}
+    assert {kind.__name__ for kind in PASSED_ON} == {"PeerRecord", "Head", "StateShown"}
 
 
 def test_versions_are_told_with_the_way_out() -> None:

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from p2pdiloco_node.corpus.progress import Bar, Lines, Pace, amount, in_short
+from p2pdiloco_node.progress import Bar, Lines, Pace, amount, in_short, shown
 
 
 class Clock:
@@ -66,6 +66,15 @@ def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
         "Training ...",
         "A sentence.",
     ]
+
+
+def test_where_standard_output_is_for_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(on_stderr=True) as told:
+        told.progress("checking the log", 1, 2, "entries")
+        told.say("A sentence.")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "checking the log ...\nA sentence.\n"
 
 
 def test_amounts_and_times() -> None:

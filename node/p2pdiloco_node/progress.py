@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ BYTES = "bytes"
 
 
 class Told(Protocol):
-    """Who is told. Both are called from one thread at a time."""
+    """Who is told, from any thread."""
 
     def say(self, text: str) -> None:
         """One sentence."""
@@ -26,6 +27,9 @@ class Told(Protocol):
     def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
         """`done` of `total` in `unit` ("bytes", "shards", or none); a total of 0 is one that nobody knows."""
         ...
+
+
+Watch = Callable[[str, float, float, str], None]  # `Told.progress`
 
 
 class Quiet:
@@ -64,26 +68,29 @@ class Pace:
 
 
 class Lines:
-    """Plain lines on standard output: each step when it begins, then its pace every ten seconds."""
+    """Plain lines: each step when it begins, then its pace every ten seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, on_stderr: bool = False) -> None:
         self._clock = clock
+        self._on_stderr = on_stderr
+        self._lock = threading.Lock()
         self._pace = Pace(clock)
         self._what = ""
         self._said_at = 0.0
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(text, file=sys.stderr if self._on_stderr else sys.stdout, flush=True)
 
     def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
-        words = self._pace.words(what, done, total, unit)
-        now = self._clock()
-        if what != self._what:
-            self._what, self._said_at = what, now
-            print(f"{what} ...", flush=True)
-        elif words and now - self._said_at >= LINE_EVERY_S:
-            self._said_at = now
-            print(f"{what}: {words}", flush=True)
+        with self._lock:
+            words = self._pace.words(what, done, total, unit)
+            now = self._clock()
+            if what != self._what:
+                self._what, self._said_at = what, now
+                self.say(f"{what} ...")
+            elif words and now - self._said_at >= LINE_EVERY_S:
+                self._said_at = now
+                self.say(f"{what}: {words}")
 
 
 class Bar:
@@ -96,27 +103,29 @@ class Bar:
         self.bars = Progress(*columns, console=console, transient=True)
         self._row: TaskID | None = None
         self._what = ""
+        self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
 
     def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
-        words = self._pace.words(what, done, total, unit)
-        if what != self._what or self._row is None:
-            if self._row is not None:
-                self.bars.remove_task(self._row)
-            self._what, self._row = what, self.bars.add_task(what, words=words)
-        # Without a count the bar only moves.
-        self.bars.update(self._row, completed=done, total=total if unit and total else None, words=words)
+        with self._lock:
+            words = self._pace.words(what, done, total, unit)
+            if what != self._what or self._row is None:
+                if self._row is not None:
+                    self.bars.remove_task(self._row)
+                self._what, self._row = what, self.bars.add_task(what, words=words)
+            # Without a count the bar only moves.
+            self.bars.update(self._row, completed=done, total=total if unit and total else None, words=words)
 
 
 @contextmanager
-def shown() -> Iterator[Told]:
-    """A bar on a terminal, lines elsewhere."""
-    if not sys.stdout.isatty():
-        yield Lines()
+def shown(*, on_stderr: bool = False) -> Iterator[Told]:
+    """A bar on a terminal, lines elsewhere. `on_stderr`: where standard output is for what was asked for."""
+    if not (sys.stderr if on_stderr else sys.stdout).isatty():
+        yield Lines(on_stderr=on_stderr)
         return
-    bar = Bar(Console())
+    bar = Bar(Console(stderr=on_stderr))
     with bar.bars:
         yield bar
 

@@ -1,0 +1,19 @@
+"""What lies where in a run's folder, in a witness's or node's own folder of a run, and in a data folder."""
+
+# A run's folder: what `run new` makes, and what its tracker adds.
+SPEC = "spec.bin"  # in a node's folder of the run as well
+BLOBS = "blobs"
+WITNESS_KEY = "witness.key"
+MAKING = "making"  # while data are made
+WITNESS = "witness"  # the witness's own folder
+HISTORY = "history.sqlite"
+CHECKPOINTS = "checkpoints"
+# The own folder of whoever takes part.
+JOURNAL, LOG = "journal", "log"
+SNAPSHOTS = "snapshots"
+STATE = "state"
+ADDRESS = "address.json"  # where its daemon answers; in a data folder for a node
+# Folders around them.
+RUN = "run"  # what `demo --keep` keeps
+RUNS = "runs"  # in a data folder
+LINK = "join"  # which run a data folder is pinned to
