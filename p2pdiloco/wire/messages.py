@@ -244,8 +244,8 @@ class Announce(Struct, frozen=True):
 class StateShown(Struct, frozen=True):
     """How far its sender is, for whoever asks; like `Head` no message of the protocol.
 
-    Sealed by whoever shows it and with the asker's own number in it, so that nobody speaks for one that is gone.
-    That it is so, the log proves.
+    Sealed by whoever shows it and with the asker's own number in it, so that nobody speaks for one that is
+    gone. That it is so, the log proves.
     """
 
     nonce: Bytes32  # the asker's

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.rules.delta_layout import encoded_size, is_sparse
 from p2pdiloco.run_spec import ModelSpec, RunSpec
 from p2pdiloco_node.training.activations import activation_bytes
@@ -23,7 +24,6 @@ Offload = Literal["none", "anchor", "moments"]
 Switch = Literal["auto", "on", "off"]
 Parallel = Literal["none", "ddp", "fsdp"]  # one rank; each has the whole model; each has a part of it
 
-RESOURCES = 6  # exit code
 DATA_ROW = "text in tokens"
 FLOAT32 = 4  # bytes
 MIB, GIB = 1 << 20, 1 << 30
