@@ -86,6 +86,7 @@ class _Allow(NamedTuple):
     allowed: int
     known_sequence: int
     why: str
+    prolong: bool
 
 
 class _Evaluate(NamedTuple):
@@ -167,8 +168,8 @@ class TrainerDesk:
         self.known(order.last_sequence)
         self._order(_Adopt(order, params))
 
-    def allow(self, allowed: int, why: str) -> None:
-        self._order(_Allow(allowed, self._known_sequence, why))
+    def allow(self, allowed: int, why: str, *, prolong: bool = True) -> None:
+        self._order(_Allow(allowed, self._known_sequence, why, prolong))
 
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:
         self._roots[version] = state_root
@@ -203,8 +204,8 @@ class TrainerDesk:
                 await self._hand_over(supervisor, reset=True)
             case _Adopt():
                 await self._adopt(order, supervisor)
-            case _Allow(allowed, known_sequence, why):
-                supervisor.allow(allowed, known_sequence, why)
+            case _Allow(allowed, known_sequence, why, prolong):
+                supervisor.allow(allowed, known_sequence, why, prolong=prolong)
             case _Evaluate(version, _, params):
                 await supervisor.evaluate(version, await params)
             case _RunEnded(last):

@@ -79,7 +79,7 @@ class Desk(Protocol):
 
     def settle(self, delta: Digest, how: Settled) -> None: ...
     def adopt(self, order: do.AdoptState, params: Awaitable[Array]) -> None: ...
-    def allow(self, allowed: int, why: str) -> None: ...
+    def allow(self, allowed: int, why: str, *, prolong: bool) -> None: ...
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None: ...
     def run_ended(self, version: int) -> None: ...
 
@@ -272,8 +272,8 @@ class Driver:
             case do.AdoptState():
                 # Read in the state lane: behind the install that this adoption follows.
                 desk.adopt(action, self._in(self._state, self._ports.keeper.params))
-            case do.AllowPasses(allowed, why):
-                desk.allow(allowed, why)
+            case do.AllowPasses(allowed, why, prolong):
+                desk.allow(allowed, why, prolong=prolong)
             case do.EvaluateState(version, _, state_root):
                 desk.evaluate(version, state_root, self._in(self._state, self._ports.keeper.params))
 

@@ -184,6 +184,7 @@ class AllowPasses(msgspec.Struct, frozen=True):
 
     allowed: int
     why: str
+    prolong: bool = True  # False: a pass ends at its length as always, and no other begins
 
 
 class EvaluateState(msgspec.Struct, frozen=True):

@@ -165,7 +165,7 @@ class Delivery:
     def allow(self) -> None:
         """Tell the trainer how many more deltas it may finish."""
         if self.paused:
-            self._ctx.emit(AllowPasses(0, "the owner paused the run"))
+            self._ctx.emit(AllowPasses(0, "the owner paused the run", prolong=False))
             return
         allowed = max(0, limits.in_flight_max - len(self._own))
         why = "" if allowed else f"waiting for the swarm: {len(self._own)} deltas are not settled yet"

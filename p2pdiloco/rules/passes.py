@@ -52,22 +52,23 @@ class Pass:
         return self.loss_sum / self.steps if self.steps else 0.0
 
 
-def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool) -> Next:
+def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool, prolong: bool = True) -> Next:
     """The rule of a pass.
 
     A pass has at least one step. It ends H steps or `pass_s` after the first adoption in it, or after its
     beginning while there was none, and at four times its length at the latest. With too much in flight
-    (`allowed` is False) it is prolonged up to that; then the node waits, with its work unsent.
+    (`allowed` is False) it is prolonged up to that; then the node waits, with its work unsent. In a run that
+    its owner paused nothing is prolonged (`prolong` is False), and no pass begins.
     """
     if current.steps == 0:
-        return Next.STEP
+        return Next.STEP if allowed or prolong else Next.WAIT
     factor = limits.pass_prolonged_factor
     longest = current.steps >= factor * inner_steps or current.seconds >= factor * pass_s
-    if not allowed:
-        return Next.WAIT if longest else Next.STEP
     steps = current.steps - (current.aligned_steps or 0)
-    full = steps >= inner_steps or current.seconds - current.aligned_s >= pass_s
-    return Next.FINISH if full or longest else Next.STEP
+    full = longest or steps >= inner_steps or current.seconds - current.aligned_s >= pass_s
+    if not allowed:
+        return Next.WAIT if longest or (full and not prolong) else Next.STEP
+    return Next.FINISH if full else Next.STEP
 
 
 def steps_left(current: Pass, *, inner_steps: int, pass_s: float, step_s: float) -> int:

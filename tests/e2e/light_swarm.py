@@ -90,7 +90,7 @@ class LightDesk:
         self.resets += order.reset
         self.target_tokens = order.target_tokens
 
-    def allow(self, allowed: int, why: str) -> None:
+    def allow(self, allowed: int, why: str, *, prolong: bool) -> None:
         self._allowed, self.why = allowed, why
 
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:

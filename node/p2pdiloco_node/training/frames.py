@@ -72,6 +72,7 @@ class Allow(Frame, frozen=True):
 
     until_sequence: int
     why: str  # one sentence for the person, said while waiting
+    prolong: bool = True  # False: it waits where the pass would end, and before another begins
 
 
 class Evaluate(Frame, frozen=True):

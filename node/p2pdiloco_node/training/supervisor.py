@@ -123,9 +123,9 @@ class Supervisor:
             return
         self._send(_adoption(version, clock, target_tokens, view, path, reset=reset))
 
-    def allow(self, allowed: int, known_sequence: int, why: str) -> None:
+    def allow(self, allowed: int, known_sequence: int, why: str, *, prolong: bool = True) -> None:
         """`allowed` more passes after `known_sequence`, the last own delta that the rules know of."""
-        self._allow = frames.Allow(known_sequence + allowed, why)
+        self._allow = frames.Allow(known_sequence + allowed, why, prolong)
         if self._configured:
             self._send(self._allow)
 
@@ -133,7 +133,7 @@ class Supervisor:
         """A finished pass became no delta (not finite): its number is used up, its permission is not."""
         self._not_finite += 1
         if self._allow is not None:
-            self.allow(self._allow.until_sequence + 1, 0, self._allow.why)
+            self.allow(self._allow.until_sequence + 1, 0, self._allow.why, prolong=self._allow.prolong)
 
     async def evaluate(self, version: int, params: Floats) -> None:
         """Ends in `Evaluated`, unless the trainer crashes before."""

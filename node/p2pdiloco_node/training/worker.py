@@ -127,6 +127,7 @@ class Worker:
             inner_steps=self.spec.inner.inner_steps,
             pass_s=self.spec.inner.pass_s,
             allowed=self._next_sequence <= self._allow.until_sequence,
+            prolong=self._allow.prolong,
         )
         if move is Next.STEP:
             self._step(self._pass)
@@ -134,6 +135,8 @@ class Worker:
             self._finish(self._pass)
         else:
             self._waiting = True
+            if not self._allow.prolong:  # the owner wanted the gap; another is not hidden
+                self._stepped_at = None
             self._emit(frames.Waiting(self._allow.why))
 
     def obey(self, command: Command) -> None:
@@ -145,10 +148,11 @@ class Worker:
                     reset = command.reset or self._adopt.reset
                     command = msgspec.structs.replace(command, reset=reset)
                 self._adopt = command
-                self._waiting = self._waiting and not command.reset
+                if command.reset:
+                    self._go_on()
             case frames.Allow():
                 self._allow = command
-                self._waiting = False
+                self._go_on()
             case frames.Evaluate():
                 if len(self._asked) == limits.evaluations_waiting_max:
                     dropped = self._asked.popleft()
@@ -159,18 +163,27 @@ class Worker:
                 self._paused, self._stepped_at = True, None
             case frames.Resume():
                 self._paused = False
-                self._pass_seen_at = self._reported_at = self._clock()
+                self._count_from_now()
             case frames.ShardsChanged(gone):
                 self._data.look_again(gone)
-                if self._starved:  # what it waited is no time of the pass
+                if self._starved:
                     self._starved = False
-                    self._pass_seen_at = self._reported_at = self._clock()
+                    self._count_from_now()
             case frames.SaveCheckpoint(path):
                 self._save(Path(path))
             case frames.Stop():
                 self.stopped = True
             case frames.Configure():
                 raise AssertionError("configured twice")
+
+    def _go_on(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._count_from_now()
+
+    def _count_from_now(self) -> None:
+        """What it waited is no time of the pass, and no time in which tokens were trained on."""
+        self._pass_seen_at = self._reported_at = self._clock()
 
     # Pieces of work.
 

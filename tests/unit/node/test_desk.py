@@ -119,8 +119,8 @@ class Kit:
         self.done.append(f"adopt {version} {'reset' if reset else 'carry'}")
         self.target_tokens = target_tokens
 
-    def allow(self, allowed: int, known_sequence: int, why: str) -> None:
-        self.done.append(f"allow {known_sequence}+{allowed}")
+    def allow(self, allowed: int, known_sequence: int, why: str, *, prolong: bool = True) -> None:
+        self.done.append(f"allow {known_sequence}+{allowed}" + ("" if prolong else ", nothing prolonged"))
 
     async def evaluate(self, version: int, params: Array) -> None:
         self.done.append(f"evaluate {version}")
@@ -211,8 +211,9 @@ async def test_permission_counts_from_the_delta_that_the_rules_know(kit: Kit) ->
     kit.desk.allow(1, "")
     kit.desk.known(10)
     kit.desk.allow(0, "waiting")
+    kit.desk.allow(0, "the owner paused the run", prolong=False)
     await kit.carry_out()
-    assert kit.done == ["allow 9+1", "allow 10+0"]
+    assert kit.done == ["allow 9+1", "allow 10+0", "allow 10+0, nothing prolonged"]
 
 
 def passed(tmp_path: Path) -> frames.PassDone:

@@ -160,7 +160,7 @@ class Desk:
     def adopt(self, order: do.AdoptState, params: Awaitable[Array]) -> None:
         self._world.done.append(f"adopt {order.version}")
 
-    def allow(self, allowed: int, why: str) -> None:
+    def allow(self, allowed: int, why: str, *, prolong: bool) -> None:
         self._world.done.append(f"allow passes {allowed}")
 
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:

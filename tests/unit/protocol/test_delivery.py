@@ -159,7 +159,7 @@ def test_an_owners_pause_holds_whatever_else_happens() -> None:
     p = trainer(ONE)
     p.delivery.paused = True
     p.delivery.settle_by(plan(RUN, genesis_state(RUN.spec), [held(ONE, C)]))
-    assert [a.allowed for a in take(p.drain(), AllowPasses)] == [0]
+    assert [(a.allowed, a.prolong) for a in take(p.drain(), AllowPasses)] == [(0, False)]
 
 
 # What settles (the table)

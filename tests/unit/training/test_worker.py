@@ -323,3 +323,34 @@ def test_a_run_of_another_model_is_not_trained(tiny: TinyModelRun) -> None:
     model = msgspec.structs.replace(tiny.spec.model, tensors=(tensors[1], tensors[0], *tensors[2:]))
     with pytest.raises(OperatorError, match="names the tensor"):
         Bench(tiny, spec=msgspec.structs.replace(tiny.spec, model=model))
+
+
+def test_when_the_owner_pauses_a_pass_ends_at_its_length_and_goes_out_when_the_run_goes_on(
+    bench: Bench,
+) -> None:
+    bench.turn(1)
+    bench.worker.obey(frames.Allow(0, "the owner paused the run", prolong=False))
+    bench.turn(9)
+    assert len(bench.rates) == 4  # H, not four times H
+    assert bench.worker.idle
+    assert bench.all(frames.Waiting)[-1].why == "the owner paused the run"
+    bench.now += 1000
+    bench.worker.obey(frames.Allow(2, ""))
+    bench.turn(1)
+    assert [p.steps for p in bench.all(frames.PassDone)] == [4]
+
+
+def test_what_a_pause_took_is_no_time_of_the_pass_that_begins_after_it(tiny: TinyModelRun) -> None:
+    """Its first pass was one inner step, and its pace one of the pause."""
+    inner = msgspec.structs.replace(tiny.spec.inner, pass_s=50.0)
+    bench = Bench(tiny, spec=msgspec.structs.replace(tiny.spec, inner=inner))
+    bench.adopt(tiny.params)
+    bench.worker.obey(frames.Allow(0, "the owner paused the run", prolong=False))
+    bench.turn(3)
+    assert bench.rates == []  # no pass begins
+    bench.now += 1000
+    bench.worker.obey(frames.Allow(9, ""))
+    bench.turn(5)
+    assert [p.steps for p in bench.all(frames.PassDone)] == [4]
+    assert bench.all(frames.Stepped)[0].tokens_per_s > 1
+    assert max(s.longest_gap_s for s in bench.all(frames.Stepped)) < 100
