@@ -105,6 +105,7 @@ checkpoint_store_bytes_max = 64 * 1024 * MIB  # of all that are offered
 checkpoint_interval_s_min = 60.0  # between two; the run's last version is always offered
 checkpoint_share = 0.1  # share of time spent on writing them
 checkpoint_evaluation_s = 60.0  # a new one waits so long for the evaluation of its version
+seed_max = 2**62 - 1  # of a run: torch and numpy take any of these
 
 # Export and generation
 weights_file_bytes_max = 5 * 10**9  # one safetensors file; the rest of the world cuts there, too
@@ -192,6 +193,8 @@ data_age_s_max = 15.0  # older than this and the page is greyed
 # Training on one node
 trainer_frame_bytes_max = 32 * MIB  # one frame between daemon and trainer: 100,000 shard paths fit
 trainer_report_s = 0.5  # between two reports of the trainer's progress
+last_evaluation_s_max = 3600.0  # a node stays so long for the last evaluation; its figure is the run's result
+evaluation_silent_s_max = 300.0  # an evaluation without progress is given up: as long as ranks wait
 trainer_stop_s = 2.0  # the trainer is given so long to end by itself, then it is killed
 collective_s_max = 300.0  # a rank waits so long for another: the slowest part of an inner step, or a compile
 ranks_again_s = 3.0  # between two lives of the ranks that a machine lends

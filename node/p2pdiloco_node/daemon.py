@@ -8,7 +8,6 @@ itself never imports torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import random
@@ -65,7 +64,6 @@ log = logging.getLogger("p2pdiloco.node")
 CATCH_UP_POLL_S = 0.2
 TRAINER_NICE = 5  # on a busy machine heartbeats and acks go before inner steps
 REPORT_S = 1.0  # between two reports to the page in a local run; else as often as announces
-EVALUATION_S_MAX = 60.0  # a last evaluation may take so long after the run is over
 # A report may come before its version is certified at the tracker.
 EVALUATION_SAID_TIMES, EVALUATION_SAID_EVERY_S = 5, 1.5
 
@@ -471,14 +469,13 @@ class Daemon:
         log.info(
             "This node stays %.0f more seconds for others to fetch the last entries, and leaves then%s.",
             limits.run_over_linger_s,
-            f"; it evaluates the last version first, for at most {EVALUATION_S_MAX:.0f} s"
+            f"; it evaluates the last version first, for as long as that shows progress and at most "
+            f"{limits.last_evaluation_s_max / 60:.0f} minutes"
             if self.desk.evaluating
             else "",
         )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EVALUATION_S_MAX):
-                while self.desk.evaluating or self._saying:  # noqa: ASYNC110 - rare, and two conditions
-                    await asyncio.sleep(CATCH_UP_POLL_S)
+        await self.desk.last_evaluation()
+        await asyncio.gather(*self._saying)
         await asyncio.sleep(until - asyncio.get_running_loop().time())
         await self._leave("the run is over")
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.protocol import events as fact
@@ -117,6 +120,7 @@ class TrainerDesk:
         put: Callable[[fact.Event], object],
         on_evaluated: Callable[[Evaluation], None],
         settings: frames.TrainerSettings,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`state`: what this life starts from. `put` queues an event for the rules."""
         self._spec_bytes = spec_bytes
@@ -135,7 +139,11 @@ class TrainerDesk:
         self._may_train = asyncio.Event()
         self._known_sequence = contributor.next_sequence - 1
         self._reset = False  # owed by an adoption that was overtaken
+        self._clock = clock
         self._roots: dict[int, Digest] = {}  # versions under evaluation
+        self._so_far: frames.Evaluating | None = None  # of the one that is under way
+        self._evaluating_at = clock()  # when its trainer last told of it
+        self._evaluation_told = asyncio.Event()
         self.over = asyncio.Event()
         self.on_stepped: Callable[[frames.Stepped], None] | None = None
 
@@ -176,6 +184,49 @@ class TrainerDesk:
         self._telemetry.evaluating = True
         self._order(_Evaluate(version, state_root, params))
 
+    async def last_evaluation(self) -> None:
+        """Until nothing is under evaluation: as long as the trainer shows progress, within a limit."""
+        began = self._evaluating_at = self._clock()
+        while self._roots:
+            now = self._clock()
+            if now - began >= limits.last_evaluation_s_max:
+                self._give_up(f"it took more than {limits.last_evaluation_s_max / 60:.0f} minutes.")
+                return
+            silent_s = limits.evaluation_silent_s_max - (now - self._evaluating_at)
+            if silent_s <= 0:
+                self._give_up(
+                    f"the trainer showed no progress for {limits.evaluation_silent_s_max:.0f} s; the machine "
+                    "may be too busy."
+                )
+                return
+            self._evaluation_told.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(silent_s, began + limits.last_evaluation_s_max - now)):
+                    await self._evaluation_told.wait()
+
+    def _give_up(self, why: str) -> None:
+        for version in list(self._roots):
+            self._not_evaluated(version, why)
+
+    def _not_evaluated(self, version: int, why: str) -> None:
+        """Say so; what is known of it is kept."""
+        root, found = self._roots.pop(version, None), self._so_far
+        self._evaluation_over()
+        if root is not None and found is not None and found.version == version and found.losses:
+            known = len(found.losses)
+            self._telemetry.say(
+                "data",
+                f"Version {version} is evaluated here on the first {known} evaluation sets alone: {why}",
+            )
+            self._on_evaluated(Evaluation(root, frames.Evaluated(version, found.losses, found.tokens)))
+        elif root is not None:
+            self._telemetry.say("data", f"Version {version} is not evaluated here: {why}")
+
+    def _evaluation_over(self) -> None:
+        self._telemetry.evaluating = bool(self._roots)
+        self._so_far = None
+        self._evaluation_told.set()
+
     def run_ended(self, version: int) -> None:
         self._order(_RunEnded(version))
 
@@ -211,10 +262,11 @@ class TrainerDesk:
             case _RunEnded(last):
                 supervisor.pause()
                 # Of older versions, or where no trainer has begun, nobody waits for the figure any more.
-                for version in list(self._roots):
-                    if version != last or not self._may_train.is_set():
-                        del self._roots[version]
+                for version in [v for v in self._roots if v != last]:
+                    del self._roots[version]
                 self._telemetry.evaluating = bool(self._roots)
+                if not self._may_train.is_set():
+                    self._give_up("the run was over before this node had its data.")
                 self.over.set()
 
     async def _adopt(self, order: _Adopt, supervisor: Supervisor) -> None:
@@ -278,24 +330,24 @@ class TrainerDesk:
                     "trainer", f"A {what} that is not finite at inner step {step}: back to the anchor."
                 )
                 self._put(fact.TrainerNotFinite())
+            case frames.Evaluating(version):
+                self._so_far, self._evaluating_at = told, self._clock()
+                self._evaluation_told.set()
             case frames.Evaluated(version):
                 root = self._roots.pop(version, None)
-                telemetry.evaluating = bool(self._roots)
+                self._evaluation_over()
                 if told.why:
                     telemetry.say("data", f"Version {version} writes no samples here: {told.why}")
                 if root is not None:
                     self._on_evaluated(Evaluation(root, told))
             case frames.NotEvaluated(version, why):
-                self._roots.pop(version, None)
-                telemetry.evaluating = bool(self._roots)
-                telemetry.say("data", f"Version {version} is not evaluated here: {why}")
+                self._not_evaluated(version, why)
                 data.evaluation_failed()
             case frames.ShardsMissing(shards, why):
                 telemetry.say("data", _missing_words(shards, why))
                 data.missed(shards)
             case TrainerDown(why, retry_s, braked):
-                self._roots.clear()
-                telemetry.evaluating = False
+                self._give_up(f"the trainer ended ({why}).")
                 telemetry.trainer_down(why, retry_s, braked=braked)
                 data.trainer_failed()
             case frames.Ready() | frames.Saved() | frames.Failed():

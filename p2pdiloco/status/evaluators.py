@@ -98,8 +98,9 @@ class Evaluators:
         counted = self._counted(version)
         if not counted:
             return None
+        said = [s.word.losses for s in counted]
         losses = tuple(
-            rule.shown_loss(of_set) for of_set in zip(*(s.word.losses for s in counted), strict=True)
+            rule.shown_loss([one[n] for one in said if len(one) > n]) for n in range(max(map(len, said)))
         )
         return EvalPoint(
             version=version,

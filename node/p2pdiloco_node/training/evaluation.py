@@ -118,6 +118,15 @@ class Evaluation:
             self._left.popleft()
         return took_s
 
+    def so_far(self) -> frames.Evaluating:
+        """What is known already: the sets before the first that is not done, or has no finite loss."""
+        tokens = self._held_out.tokens
+        done = self._left[0][0] if self._left else len(tokens)
+        losses = [total / max(1, n) for total, n in zip(self._sums[:done], tokens[:done], strict=True)]
+        kept = next((n for n, loss in enumerate(losses) if not (tokens[n] and math.isfinite(loss))), done)
+        left = sum(len(places) for _, places in self._left) / max(1, sum(map(len, self._held_out.places)))
+        return frames.Evaluating(self.version, tuple(losses[:kept]), tokens[:kept], 1 - left)
+
     def result(self, why: str) -> frames.Evaluated | frames.NotEvaluated:
         """`why` there are no continuations, where some were wanted."""
         tokens = self._held_out.tokens

@@ -164,6 +164,15 @@ class NotFinite(Frame, frozen=True):
     what: str
 
 
+class Evaluating(Frame, frozen=True):
+    """How far an evaluation is, and what it found so far; at most every half second."""
+
+    version: int
+    losses: tuple[float, ...]  # of the sets that are done, the first ones
+    tokens: tuple[int, ...]  # over which
+    share: float  # of the held-out tokens
+
+
 class Evaluated(Frame, frozen=True):
     version: int
     losses: tuple[float, ...]  # nats per token, by evaluation set
@@ -206,6 +215,7 @@ Event = (
     | PassDone
     | Waiting
     | NotFinite
+    | Evaluating
     | Evaluated
     | NotEvaluated
     | ShardsMissing

@@ -100,7 +100,7 @@ class Worker:
         self._saving: threading.Thread | None = None
         self._stepped_at: float | None = None  # end of the last inner step; None: the next ends no gap
         self._pass_seen_at = clock()  # up to here the pass's seconds are counted
-        self._reported_at = clock()
+        self._reported_at = self._evaluating_at = clock()
         self._longest_gap_s = 0.0
         self._reported_tokens = 0
         emit(frames.Configured(self.loop.device_name, spec.model.params, how))
@@ -298,10 +298,15 @@ class Worker:
         told: Event
         try:
             if not self._evaluation.turn(self.loop):
+                if self._clock() - self._evaluating_at >= limits.trainer_report_s:
+                    self._evaluating_at = self._clock()
+                    self._emit(self._evaluation.so_far())
                 return
             told = self._evaluation.result(self._no_samples)
         except OperatorError as error:
             told = frames.NotEvaluated(self._evaluation.version, str(error))
+        if isinstance(told, frames.NotEvaluated):
+            self._emit(self._evaluation.so_far())  # sets that are done are kept
         self._evaluation = None
         self.loop.drop_evaluation()
         self._emit(told)

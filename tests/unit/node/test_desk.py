@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from p2pdiloco import limits
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
@@ -301,6 +302,7 @@ async def test_a_trainer_that_ends_takes_its_evaluation_along_and_is_said(kit: K
     await kit.desk.trainer_said(TrainerDown("exit status 1", 2.0, braked=False))
     assert not kit.desk.evaluating
     assert "exit status 1" in kit.telemetry.why
+    assert kit.said[0] == "Version 4 is not evaluated here: the trainer ended (exit status 1)."
 
 
 async def test_when_the_run_is_over_the_trainer_rests_after_what_was_ordered(kit: Kit) -> None:
@@ -321,3 +323,41 @@ async def test_a_fresh_trainer_waits_for_the_data_and_starts_from_the_newest_sta
     assert (begun.version, begun.clock, begun.view.anchor[0]) == (5, 500, 5.0)
     assert begun.configure.shards == ("a", "b")
     assert (begun.configure.evaluations, begun.configure.tokenizer) == (("e",), ("t",))
+
+
+async def test_of_an_evaluation_that_is_not_finished_the_sets_that_are_count(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await kit.desk.trainer_said(frames.Evaluating(4, (2.5,), (100,), 0.6))
+    await kit.desk.trainer_said(frames.NotEvaluated(4, "a set is gone."))
+    assert kit.evaluations == [Evaluation(ROOT, frames.Evaluated(4, (2.5,), (100,)))]
+    assert "on the first 1 evaluation sets alone: a set is gone." in kit.said[-1]
+
+
+async def test_the_last_evaluation_takes_as_long_as_it_shows_progress(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow machine was given sixty seconds, and left without a figure or a word."""
+    now = 0.0
+    kit.desk._clock = lambda: now
+    kit.desk.evaluate(4, ROOT, soon(4))
+    waiting = asyncio.create_task(kit.desk.last_evaluation())
+    while now < limits.last_evaluation_s_max - 2 * limits.evaluation_silent_s_max:
+        now += limits.evaluation_silent_s_max - 1
+        await kit.desk.trainer_said(frames.Evaluating(4, (), (), 0.1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
+    await asyncio.wait_for(waiting, 5)
+    assert [e.found.losses for e in kit.evaluations] == [(2.0,)]
+    assert kit.said == []
+
+
+@pytest.mark.parametrize("limit", ["evaluation_silent_s_max", "last_evaluation_s_max"])
+async def test_a_last_evaluation_that_does_not_come_is_said(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(limits, limit, 0.0)
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await asyncio.wait_for(kit.desk.last_evaluation(), 5)
+    assert not kit.desk.evaluating
+    assert "Version 4 is not evaluated here: " in kit.said[-1]

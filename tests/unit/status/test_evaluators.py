@@ -203,7 +203,10 @@ def test_each_source_has_its_own_loss_in_bits_of_its_own_text(fake_run):
     assert [s.perplexity for s in said.sets] == pytest.approx([4.0, 2.0, 16.0])
     assert (said.perplexity, said.bits_per_byte) == (said.sets[0].perplexity, said.sets[0].bits_per_byte)
     assert said.evaluations[0].losses == (2 * math.log(2), math.log(2), 4 * math.log(2))
-    refused(run, "BAD_REPORT", 1.0)  # of the first alone
+    refused(run, "BAD_REPORT", 1.0, losses=[1.0, 1.0, 1.0])
+    steps(run, run.spec.eval_every)
+    run.evaluated(1.5, losses=[1.25])  # not finished: the sets that are done are shown
+    assert [(s.name, s.loss) for s in learning(run).sets] == [("all", 1.5), ("code <b>", 1.25)]
 
 
 def test_hostile_continuations_are_text_of_bounded_size(run):

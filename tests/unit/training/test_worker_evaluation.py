@@ -239,3 +239,22 @@ def test_evaluation_is_done_while_paused_or_waiting_and_the_oldest_gives_way(ben
     assert [e.version for e in bench.all(frames.NotEvaluated)] == [0, 1], "whoever waits for them is told"
     assert not any(p.exists() for p in paths)
     assert len(bench.rates) == 1
+
+
+def test_sets_that_are_done_are_told_before_one_that_cannot_be_read(tiny: TinyModelRun) -> None:
+    gone = tiny.folder / "gone"
+    bench = Bench(tiny, spec=with_sets(tiny), evaluations=(str(tiny.evaluation), str(gone)))
+    bench.adopt(tiny.params)
+    path = tiny.folder / "evaluation.f32"
+    write_array(path, tiny.params)
+    bench.worker.obey(frames.Allow(99, ""))
+    bench.worker.obey(frames.Evaluate(9, str(path)))
+    for _ in range(100):
+        if bench.all(frames.NotEvaluated):
+            break
+        bench.turn()
+    known = bench.all(frames.Evaluating)[-1]
+    assert (known.version, len(known.losses), len(known.tokens)) == (9, 1, 1)
+    assert known.losses[0] == pytest.approx(np.log(256), abs=0.2)
+    assert 0 < known.share < 1
+    assert bench.said.index(known) < bench.said.index(bench.all(frames.NotEvaluated)[0])
