@@ -244,7 +244,7 @@ def heard_of(builder: StatusBuilder, version: int) -> Heard:
     if evaluated is None:
         return Heard(None, names)
     point = builder.evaluations[evaluated]
-    return Heard(Evaluation(evaluated, point.loss, point.tokens), names)
+    return Heard(Evaluation(evaluated, point.loss, point.tokens, point.losses), names)
 
 
 def listing(run: RunId, shelf: CheckpointShelf, builder: StatusBuilder) -> bytes:

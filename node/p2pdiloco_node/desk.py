@@ -214,10 +214,8 @@ class TrainerDesk:
         self._evaluation_over()
         if root is not None and found is not None and found.version == version and found.losses:
             known = len(found.losses)
-            self._telemetry.say(
-                "data",
-                f"Version {version} is evaluated here on the first {known} evaluation sets alone: {why}",
-            )
+            what = f"is evaluated here on the first {known} evaluation sets alone"
+            self._telemetry.say("data", f"Version {version} {what}: {why}")
             self._on_evaluated(Evaluation(root, frames.Evaluated(version, found.losses, found.tokens)))
         elif root is not None:
             self._telemetry.say("data", f"Version {version} is not evaluated here: {why}")

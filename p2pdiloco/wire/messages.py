@@ -227,9 +227,7 @@ class EvalReport(Struct, frozen=True):
 
     version: Count
     state_root: Bytes32
-    sets: Annotated[
-        tuple[SetLoss, ...], Meta(min_length=1, max_length=16)
-    ]  # as in the RunSpec, the first ones
+    sets: Annotated[tuple[SetLoss, ...], Meta(min_length=1, max_length=16)]  # the RunSpec's first ones
     samples: Annotated[
         tuple[Annotated[str, Meta(max_length=limits.sample_chars_max)], ...], Meta(max_length=4)
     ] = ()  # continuations of the RunSpec's prompts, in their order; none where they cannot be written

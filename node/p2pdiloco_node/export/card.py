@@ -33,8 +33,8 @@ def model_card(facts: Facts) -> str:
         f"# {name}, version {facts['version']:,}",
         "",
         (
-            f"A {text(model['family'])} model of {model['params']:,} parameters, trained together by "
-            "machines of many people over the ordinary internet with p2pdiloco."
+            f"A {text(model['family'])} model of {model['params']:,} parameters, trained with p2pdiloco "
+            f"{_where(facts)}."
         ),
         "",
         "## Use",
@@ -92,7 +92,8 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         ("owner's key", f"`{run['owner_key']}`"),
         ("version", f"{facts['version']:,} (log entry {log['index']:,}, `{log['head']}`)"),
         ("params root", f"`{log['params_root']}`"),
-        ("tokens", f"{facts['tokens']:,} of {facts['target_tokens']:,}"),
+        ("tokens", f"{facts['tokens']:,}"),
+        ("the run's end", _end(facts)),
         ("contributors", f"{len(facts['contributors']):,}"),
         ("version 0", text(run["origin"]) or "initialised at random"),
         ("weights", f"{facts['weights']['dtype']}, {_bytes(facts['weights']['files'])}"),
@@ -107,7 +108,29 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
             ("perplexity", f"{evaluation['perplexity']:.2f} {at}"),
             ("bits per byte", f"{evaluation['bits_per_byte']:.4f} {at}"),
         ]
+        rows += [
+            (
+                f"held-out loss, {text(held['name'])}",
+                f"{held['loss']:.4f} nats per token, {held['bits_per_byte']:.4f} bits per byte {at}",
+            )
+            for held in evaluation["sets"][1:]
+        ]
     return rows
+
+
+def _where(facts: Facts) -> str:
+    n = len(facts["contributors"])
+    nodes = f"{n:,} node{'s' * (n != 1)}"
+    if n == 0:
+        return "by nobody yet"
+    if facts["run"]["admission"] == "local":
+        return f"by {nodes} of one machine or private network"
+    return f"by {nodes} over the ordinary internet"
+
+
+def _end(facts: Facts) -> str:
+    tokens, version = f"{facts['target_tokens']:,} tokens", facts["target_version"]
+    return tokens if version is None else f"version {version:,}, or {tokens} if that comes first"
 
 
 def _bytes(files: list[dict[str, Any]]) -> str:

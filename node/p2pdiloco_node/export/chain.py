@@ -17,7 +17,7 @@ from p2pdiloco.rules.state import RulesState, after_entry, genesis_state, rules_
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.envelope import verify_entry
-from p2pdiloco.wire.log import Content, Entry, OuterStep, state_root
+from p2pdiloco.wire.log import Content, Entry, OuterStep, OwnerEntry, state_root
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.progress import Watch
@@ -40,10 +40,13 @@ class Tally:
     def __init__(self) -> None:
         self.version = 0
         self.tokens = 0  # of the token clock
+        self.target_tokens = 0  # as the owner extended it; 0: as in the RunSpec
         self.shares: dict[PeerId, Share] = {}
 
     def add(self, content: Content) -> None:
         """The next entry's content."""
+        if isinstance(content, OwnerEntry) and content.word.kind == "extend":
+            self.target_tokens = max(self.target_tokens, content.word.value)
         if not isinstance(content, OuterStep):
             return
         self.version, self.tokens = content.version, content.clock
@@ -56,6 +59,7 @@ class Tally:
         """As it is now, while this one goes on."""
         other = Tally()
         other.version, other.tokens, other.shares = self.version, self.tokens, dict(self.shares)
+        other.target_tokens = self.target_tokens
         return other
 
 

@@ -28,8 +28,9 @@ class Evaluation(NamedTuple):
     """Held-out loss, nats per token, of a version, as the run's evaluators told the tracker."""
 
     version: int
-    loss: float
+    loss: float  # on the first set
     tokens: int
+    losses: tuple[float, ...] = ()  # by evaluation set, in the RunSpec's order, where they are known
 
 
 class Heard(NamedTuple):
@@ -64,6 +65,7 @@ def facts_of(origin: Origin, heard: Heard, dtype: str, weights: Sequence[Written
             "id": run.hex(),
             "name": clean_name(spec.name),
             "owner_key": spec.owner_key.hex(),
+            "admission": spec.admission,
             "origin": clean_text(spec.origin),
             "parent": None
             if parent is None
@@ -75,7 +77,8 @@ def facts_of(origin: Origin, heard: Heard, dtype: str, weights: Sequence[Written
         },
         "version": origin.version,
         "tokens": tally.tokens,
-        "target_tokens": spec.target_tokens,
+        "target_tokens": max(spec.target_tokens, tally.target_tokens),
+        "target_version": spec.target_version or None,
         "log": {"index": origin.index, "head": origin.head.hex(), "params_root": origin.params_root.hex()},
         "model": {
             "family": spec.model.family,
@@ -137,5 +140,15 @@ def _evaluation(spec: RunSpec, said: Evaluation | None) -> Facts | None:
         "perplexity": perplexity(said.loss),
         "bits_per_byte": bits_per_byte(said.loss, first),
         "tokens": said.tokens,
+        "sets": [
+            {
+                "name": clean_name(held.name),
+                "loss": loss,
+                "perplexity": perplexity(loss),
+                "bits_per_byte": bits_per_byte(loss, held),
+            }
+            for held, loss in zip(spec.data.evaluations, said.losses or (said.loss,), strict=False)
+            if 0 <= loss <= limits.loss_shown_max
+        ],
         "said_by": "the run's tracker",
     }

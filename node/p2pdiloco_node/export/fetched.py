@@ -56,6 +56,7 @@ class _Point(msgspec.Struct):
     version: int
     loss: float
     tokens: int
+    losses: tuple[float, ...] = ()
 
 
 class _Learning(msgspec.Struct):
@@ -247,5 +248,7 @@ def _heard(data: bytes, version: int) -> Heard:
     page = msgspec.json.decode(data, type=_Page)
     said = [point for point in page.learning.evaluations if 0 <= point.version <= version]
     newest = max(said, key=lambda point: point.version, default=None)
-    evaluation = None if newest is None else Evaluation(newest.version, newest.loss, newest.tokens)
+    evaluation = (
+        None if newest is None else Evaluation(newest.version, newest.loss, newest.tokens, newest.losses)
+    )
     return Heard(evaluation, {row.who.fingerprint: row.who.name for row in page.nodes})

@@ -219,7 +219,7 @@ def heard(kept: Kept, version: int) -> Heard:
         evaluation = None
         if found is not None:
             point = msgspec.msgpack.decode(found[0], type=EvalPoint)
-            evaluation = Evaluation(point.version, point.loss, point.tokens)
+            evaluation = Evaluation(point.version, point.loss, point.tokens, point.losses)
         earned = [msgspec.msgpack.decode(data, type=Credit) for (data,) in rows]
         names = {credit.peer[:8]: credit.name for credit in earned}
     except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError):

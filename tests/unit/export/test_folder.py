@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -363,3 +364,28 @@ def test_what_a_tracker_said_of_the_run_is_on_the_card(kept_run: Make, tmp_path:
     row = next(line for line in card.splitlines() if "img" in line)
     assert row.count("|") - row.count("\\|") == 5, "a name makes no cells"
     assert "&lt;img src\\=x&gt;\\|\\`a\\` \\# b" in row
+
+
+def test_the_card_says_what_is_so(kept_run: Make) -> None:
+    """A local run of one node was "trained by machines of many people", to a target that had been extended."""
+    from p2pdiloco.wire.log import OwnerEntry, OwnerWord
+    from p2pdiloco_node.export.card import model_card
+    from p2pdiloco_node.export.facts import Evaluation, Heard, facts_of
+
+    run = kept_run(admission="local", target_tokens=1000, target_version=8).steps(2)
+    source = msgspec.structs.replace(run.spec.data.evaluations[0], name="austen")
+    data = msgspec.structs.replace(run.spec.data, evaluations=(*run.spec.data.evaluations, source))
+    found = from_folder(run.folder, "newest", quiet, held_out=False)
+    tally = found.origin.tally.copy()
+    tally.add(OwnerEntry(OwnerWord("extend", 1, 5000, b"", bytes(64)), bytes(32)))
+    origin = dataclasses.replace(
+        found.origin, tally=tally.copy(), spec=msgspec.structs.replace(run.spec, data=data)
+    )
+    facts = facts_of(origin, Heard(Evaluation(2, 3.0, 64, (3.0, 2.5))), "float32", ())
+    card = model_card(facts)
+    assert "of one machine or private network" in card
+    assert "internet" not in card
+    assert "version 8, or 5,000 tokens if that comes first" in card
+    assert "| held-out loss, austen | 2.5000 nats per token" in card
+    open_run = dataclasses.replace(origin, spec=msgspec.structs.replace(origin.spec, admission="open"))
+    assert "over the ordinary internet" in model_card(facts_of(open_run, Heard(), "float32", ()))
