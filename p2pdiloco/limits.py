@@ -81,7 +81,7 @@ event_streams_per_address_max = 16  # browsers behind one address; a tab needs o
 announce_interval_s = 30.0  # ordinary runs; local runs announce every 2 s
 announce_expiry_intervals = 4.0  # silent for longer: offline
 history_rows_max = 200_000  # rows of history kept by the tracker's database
-reports_per_peer_per_minute_max = 60  # a node reports every few seconds; more is noise
+reports_per_peer_per_minute_max = 120  # a node of a local run reports every second; twice that is noise
 
 # Readers without a key, and downloads
 log_readers_max = 8  # certified logs served at once: tens of megabytes each, for the owner, exports and forks

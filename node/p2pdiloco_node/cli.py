@@ -22,7 +22,7 @@ from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco.exit_codes import OURS, USAGE
 from p2pdiloco_node import __version__, cli_model, cli_run
 from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
-from p2pdiloco_node.config import Loaded, NodeConfig, TrackerConfig, load, nearest
+from p2pdiloco_node.config import INTERNAL, Loaded, NodeConfig, TrackerConfig, load, nearest
 
 # What a word without a flag most likely was meant for.
 LEFT_OUT = {"tracker": "--run", "node": "--join"}
@@ -356,8 +356,9 @@ def show(which: Literal["node", "tracker"] = "node", *, config: ConfigFile = Non
     loaded: Loaded[NodeConfig] | Loaded[TrackerConfig] = (
         load(NodeConfig, {}, file=config) if which == "node" else load(TrackerConfig, {}, file=config)
     )
-    width = max(map(len, loaded.origins))
-    for key, origin in loaded.origins.items():
+    shown = {key: origin for key, origin in loaded.origins.items() if key not in INTERNAL}
+    width = max(map(len, shown))
+    for key, origin in shown.items():
         print(f"{key:{width}}  {getattr(loaded.values, key)!r:<24}  {origin}")
     return 0
 
@@ -423,6 +424,11 @@ def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
     if isinstance(error, cyclopts.MissingArgumentError) and (slip := MISSPELT.search(text)):
         word = slip["word"].rstrip(".").split("=")[0]
         return f"there is no flag {word}; did you mean {slip['flag']!r}? (see {_help(arguments)})"
+    if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
+        command, lacking = " ".join(error.command_chain or ()), error.argument.names[0]
+        unknown = next((w for w in error.unused_tokens or () if w.startswith("--")), "")
+        slip_too = f"there is no flag {unknown.split('=')[0]}, and " if unknown else ""
+        return f"{slip_too}{command} needs {lacking} (see {_help(arguments)})"
     return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
 
 

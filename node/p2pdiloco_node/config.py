@@ -36,6 +36,7 @@ WORDS_ALLOWED = {  # for people, instead of the patterns below
 }
 
 
+INTERNAL = ("die_with_parent",)  # between our own programs, nothing that a person sets
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]i?B)", re.IGNORECASE)
 SIZE_UNITS = {f"{letter}B": 1000 ** (n + 1) for n, letter in enumerate("KMGT")} | {
     f"{letter}IB": 1024 ** (n + 1) for n, letter in enumerate("KMGT")

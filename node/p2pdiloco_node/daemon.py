@@ -39,7 +39,7 @@ from p2pdiloco_node.config import (
 from p2pdiloco_node.contact import Refused, fetch_peers
 from p2pdiloco_node.data_room import shards_of
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
-from p2pdiloco_node.joining import check_named, find_run
+from p2pdiloco_node.joining import check_named, find_run, kept_name
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.narrator import Narrator
 from p2pdiloco_node.participant import Participant, Setting
@@ -126,7 +126,7 @@ class Daemon:
         found = await find_run(self._data, self._session, self._join, self._peers, fits=self._fits)
         self._spec, self._run = found.spec, found.run
         self._folder = self._data.run_folder(found.run)
-        self._name = config.name or f"node-{short(signer.peer_id)[:4]}"
+        self._name = kept_name(self._data, config.name) or f"node-{short(signer.peer_id)[:4]}"
         self.telemetry = Telemetry(
             self._name,
             signer.peer_id,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import aiohttp
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
 from p2pdiloco.exit_codes import NETWORK
 from p2pdiloco.ids import RunId
@@ -23,6 +24,7 @@ from p2pdiloco_node.run_folder import LINK, SPEC
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 
+NAME = "name"  # in the data folder
 log = logging.getLogger("p2pdiloco.node")
 
 
@@ -74,6 +76,18 @@ def check_named(root: Path, join: JoinLink | None, peers: Sequence[HostPort]) ->
     """Before anything is written to `root`. Raises: OperatorError (usage): nobody is named."""
     if join is None and not peers and _kept_link(root) is None:
         parse_join("")  # raises the sentence that says what to give
+
+
+def kept_name(data: DataDir, given: str) -> str:
+    """The name that its owner gave this node, now or in an earlier life; empty: none. Raises: OperatorError."""
+    path = data.root / NAME
+    if given:
+        replace_file(data.files, path, given.encode())
+        return given
+    try:
+        return path.read_text()[: limits.name_chars_max]
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _kept_link(root: Path) -> JoinLink | None:

@@ -77,6 +77,7 @@ class Lines:
         self._pace = Pace(clock)
         self._what = ""
         self._said_at = 0.0
+        self._left = False  # the last line said less than all
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr if self._on_stderr else sys.stdout, flush=True)
@@ -86,10 +87,10 @@ class Lines:
             words = self._pace.words(what, done, total, unit)
             now = self._clock()
             if what != self._what:
-                self._what, self._said_at = what, now
+                self._what, self._said_at, self._left = what, now, False
                 self.say(f"{what} ...")
-            elif words and now - self._said_at >= LINE_EVERY_S:
-                self._said_at = now
+            elif words and (now - self._said_at >= LINE_EVERY_S or (self._left and done >= total > 0)):
+                self._said_at, self._left = now, done < total
                 self.say(f"{what}: {words}")
 
 

@@ -26,6 +26,7 @@ FORMAT = 1
 GAP_NOTED_S = 0.5  # shorter pauses between inner steps are noise of the machine
 GAPS_KEPT = 256
 EVENTS_KEPT = 64
+VERSION_LINE_EVERY_S = 3.0  # a small model's versions come several a second
 ON_THE_WAY = {Outcome.NOTED: "announced", Outcome.HELD: "held"}  # what is decided is written large
 TONES = {"training": "good", "joining": "busy", "syncing": "busy", "waiting": "warn", "paused": "quiet",
          "leaving": "quiet", "over": "good", "witness": "good"}  # fmt: skip
@@ -157,6 +158,7 @@ class Telemetry:
         self._last_outcome = ""
         self._refused: dict[Digest, Outcome] = {}
         self._lacks = ""  # data that nobody has, while training goes on
+        self._version_said_at = float("-inf")
         self._said: deque[Said] = deque(maxlen=EVENTS_KEPT)
         self.on_installed: Callable[[InstallEntry], None] | None = None
         self.on_said: Callable[[str, str], None] | None = None
@@ -177,7 +179,10 @@ class Telemetry:
             for refusal in step.refused:
                 if refusal.peer == self._peer:
                     self._outcome(clean_text(refusal.reason, 32))
-            log.info(
+            due = self._clock() - self._version_said_at >= VERSION_LINE_EVERY_S
+            self._version_said_at = self._clock() if due else self._version_said_at
+            log.log(
+                logging.INFO if due else logging.DEBUG,
                 "version %d: %d deltas, %d refused, %d tokens", step.version, len(step.contributions),
                 len(step.refused), step.clock,
             )  # fmt: skip

@@ -131,7 +131,7 @@ def _progress(b: StatusBuilder, now: float) -> rm.Progress:
         target_tokens=b.target_tokens,
         measure=measure,
         share=min(1.0, shares[measure]),
-        eta_s=None if b.finished or not left_s else max(0.0, min(left_s)),
+        eta_s=None if b.finished or b.paused or not left_s else max(0.0, min(left_s)),
         last_step_unix=b.history.points[-1].when_unix if b.history.points else None,
         seconds_per_step=step_s,
     )

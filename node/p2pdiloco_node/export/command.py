@@ -52,7 +52,7 @@ class Options(NamedTuple):
 
 def print_export(options: Options) -> int:
     """The command. Raises: OperatorError; then OUT is as it was."""
-    with shown(on_stderr=True) as told, _ended_by_sigterm():
+    with shown(on_stderr=True) as told, ended_by_sigterm():
         folder = export(options, told.progress)
     facts = folder.facts
     size = sum(file.size for file in folder.files)
@@ -205,7 +205,7 @@ def _publish(made: Path, out: Path) -> None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM ends as Ctrl-C does: what is half written goes."""
 
     def end(number: int, _frame: FrameType | None) -> NoReturn:

@@ -21,7 +21,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco_node.export.command import Options as ExportOptions
-from p2pdiloco_node.export.command import export
+from p2pdiloco_node.export.command import ended_by_sigterm, export
 from p2pdiloco_node.export.hf_folder import CONFIG, FACTS
 from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
 from p2pdiloco_node.progress import shown as progress_shown
@@ -60,7 +60,7 @@ def print_generated(options: Options) -> int:
         )
     with suppress(AttributeError):  # a stream that a test put there
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    with _folder_of(options.source) as folder:
+    with ended_by_sigterm(), _folder_of(options.source) as folder:
         seed = options.seed if options.seed is not None else secrets.randbelow(SEED_MAX)
         request = Request(
             str(folder.absolute()), options.prompt, options.tokens, options.temperature, options.top_p, seed,

@@ -48,7 +48,7 @@ def line_chart(
     for y in y_ticks:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(y)}" y2="{at_y(y)}"/>')
         parts.append(f'<text class="y" x="{LEFT - 8}" y="{at_y(y) + 4}">{y:.{digits}f}</text>')
-    shown = [x for x in x_ticks if x0 <= x <= x1]
+    shown = [x for x in x_ticks if x0 <= x <= x1 and x == int(x)]  # there is no version 1.5
     parts += [f'<text class="x" x="{at_x(x)}" y="{HEIGHT - BOTTOM + 20}">{count(x)}</text>' for x in shown]
     for x in marks:
         if x0 <= x <= x1:

@@ -367,7 +367,7 @@ def test_what_a_tracker_said_of_the_run_is_on_the_card(kept_run: Make, tmp_path:
 
 
 def test_the_card_says_what_is_so(kept_run: Make) -> None:
-    """A local run of one node was "trained by machines of many people", to a target that had been extended."""
+    """A local run was trained by "machines of many people", to a target that had been extended."""
     from p2pdiloco.wire.log import OwnerEntry, OwnerWord
     from p2pdiloco_node.export.card import model_card
     from p2pdiloco_node.export.facts import Evaluation, Heard, facts_of

@@ -259,3 +259,23 @@ def test_a_run_s_folder_is_exported_first(monkeypatch: pytest.MonkeyPatch, tmp_p
         (tmp_path, None),
         (None, "http://127.0.0.1:7474/#" + "ab" * 32),
     ]
+
+
+def test_sigterm_leaves_no_exported_model_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it exported and while it wrote, `kill` left a folder as large as the model."""
+    import signal
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "run").mkdir()
+
+    def killed(*_: object) -> None:
+        assert list(tmp_path.glob("p2pdiloco-generate-*"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(command, "export", killed)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        print_generated(Options(str(tmp_path / "run"), "a"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -123,3 +123,16 @@ async def test_every_line_carries_its_share_of_the_data() -> None:
     alone = RunBlobs(spec, client, client, telemetry, list, Random(1))
     await alone.fetch_shard(ref)
     assert client.asked[-1] == [witness]
+
+
+def test_a_node_keeps_its_name_over_restarts(tmp_path: Path) -> None:
+    from p2pdiloco_node.joining import kept_name
+    from p2pdiloco_node.storage.data_dir import DataDir
+
+    with DataDir(tmp_path / "node") as data:
+        assert kept_name(data, "") == ""
+        assert kept_name(data, "attic") == "attic"
+    with DataDir(tmp_path / "node") as data:
+        assert kept_name(data, "") == "attic"
+        assert kept_name(data, "cellar") == "cellar"
+        assert kept_name(data, "") == "cellar"

@@ -82,3 +82,18 @@ def test_amounts_and_times() -> None:
         "0 bytes", "999 bytes", "1.5 KB", "2.3 MB", "12.3 GB",
     ]  # fmt: skip
     assert [in_short(s) for s in (4.4, 89, 600, 7200)] == ["4 s", "89 s", "10 min", "2.0 h"]
+
+
+def test_a_step_of_which_lines_were_said_is_said_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line of a long export was 83 %."""
+    clock = Clock()
+    lines = Lines(clock)
+    for done in (0, 50, 83, 100, 100):
+        clock.now += 6
+        lines.progress("Writing", done, 100, "bytes")
+    lines.progress("Short", 0, 2, "bytes")
+    lines.progress("Short", 2, 2, "bytes")
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in said] == [
+        "Writing ...", "Writing: 83 %", "Writing: 100 %", "Short ...",
+    ]  # fmt: skip

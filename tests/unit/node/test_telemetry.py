@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from p2pdiloco.ids import Digest, PeerId, RunId
@@ -130,3 +132,14 @@ def test_every_state_makes_a_report_that_the_tracker_takes(telemetry: Telemetry)
             case "over":
                 telemetry.run_ended(2)
         assert why_bad(telemetry.report(2, bytes_up=1, bytes_down=2)) == "", change
+
+
+def test_versions_fill_no_terminal(
+    telemetry: Telemetry, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="p2pdiloco.node"):
+        for version in range(1, 41):
+            step = OuterStep(version, 0, (), (), (), Scalars(1, 1, 1, 1, 1), 100, 100, bytes(32))
+            telemetry.installed(InstallEntry(version, version, None, b"", step))
+            clock.now += 0.25
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [f"version {n}" for n in (1, 13, 25, 37)]

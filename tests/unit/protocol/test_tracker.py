@@ -191,6 +191,13 @@ def test_reports_have_a_rate():
     assert d.listed(62)[0].state == "paused"
 
 
+def test_a_node_of_a_local_run_that_reports_every_second_is_heard():
+    d = Directory(local=True)
+    announce(d, 1, now=0)
+    for n in range(200):
+        d.report(opened(1, report(), n=2 + n), now=0.98 * n)  # a clock's second is not another's
+
+
 def test_an_evaluation_counts_only_for_the_certified_state():
     d = Directory(local=True)
     announce(d, 1, now=0)
