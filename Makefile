@@ -1,5 +1,6 @@
 # Everyday commands. Each one sets up what it needs: a bare machine with Python 3.11 or newer is enough.
 #
+#   make install  the command p2pdiloco, in .venv/bin
 #   make demo     one tracker and three nodes train a model on this machine (ends by itself)
 #   make test     every everyday test
 #   make help     the rest
@@ -27,10 +28,11 @@ PURE := not e2e and not timed and not long and not extras
 REAL := e2e and not timed and not long and not extras
 ALONE := timed and not long
 
-.PHONY: help demo test test-long test-extras lint rules unit sim e2e format bench simulate-long clean
+.PHONY: help install demo test test-long test-extras lint rules unit sim e2e format bench simulate-long clean
 .DEFAULT_GOAL := help
 
 help:
+	@echo "make install        installs p2pdiloco into .venv, and nothing else"
 	@echo "make demo           one tracker and three nodes train a model on this machine"
 	@echo "make test           every everyday test (lint, types, rules, unit, contracts, simulation, end to end)"
 	@echo "make lint           ruff and mypy only"
@@ -43,6 +45,9 @@ help:
 	@echo "make bench          codec and outer-step speed on this machine (about a minute)"
 	@echo "make simulate-long  20,000 simulated swarms (hours)"
 	@echo "make clean          remove .venv and caches"
+
+install: $(VENV)/.node-installed
+	@echo "[set-up] done. In each terminal: . $(BIN)/activate"
 
 demo: $(VENV)/.node-installed
 	$(BIN)/p2pdiloco demo $(DEMO_ARGS)

@@ -114,7 +114,7 @@ def new(
         The run is over after so many tokens: a number, with K, M, G or T. Left out: 20M.
     data:
         What to train on: files, globs, folders or hf:NAME (docs/data.md); may be given several times. Left
-        out: Python's standard library.
+        out: Python's standard library. NAME=PATH names its evaluation set in public.
     text_key:
         Where the text is in JSON lines and tables. Left out: text.
     tokenizer:
@@ -219,7 +219,7 @@ def resume(run: str, /, *, owner: Speaking = SPEAKING) -> int:
     return _say("resume", run, owner)
 
 
-def extend(run: str, /, *, tokens: str, owner: Speaking = SPEAKING) -> int:
+def extend(run: str, /, *, tokens: str, yes: On = False, owner: Speaking = SPEAKING) -> int:
     """Move the target: the run is over after so many tokens, and the learning rate ends there.
 
     Parameters
@@ -228,13 +228,15 @@ def extend(run: str, /, *, tokens: str, owner: Speaking = SPEAKING) -> int:
         The run's link, or its folder (DIR) where its tracker runs on this machine.
     tokens:
         The new target in all: a number, with K, M, G or T.
+    yes:
+        Do not ask, although the run will most likely end before its target.
     """
     from p2pdiloco_node.owner.command import print_word
     from p2pdiloco_node.owner.words import Wanted
     from p2pdiloco_node.run_file import parse_tokens
 
     wanted = Wanted("extend", target_tokens=parse_tokens(tokens))
-    return print_word(owner.reach(run), wanted, as_json=owner.json)
+    return print_word(owner.reach(run), wanted, as_json=owner.json, yes=yes)
 
 
 def finish(run: str, /, *, yes: On = False, owner: Speaking = SPEAKING) -> int:
@@ -350,7 +352,7 @@ def fork(
     return print_forked(Reach(run, owner_key), version, out, parts, declared, as_json=json)
 
 
-def _say(kind: str, run: str, owner: Speaking, *, yes: bool = True) -> int:
+def _say(kind: str, run: str, owner: Speaking, *, yes: bool = False) -> int:
     from p2pdiloco_node.owner.command import print_word
     from p2pdiloco_node.owner.words import Wanted
 

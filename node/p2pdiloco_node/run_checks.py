@@ -19,11 +19,13 @@ from p2pdiloco.rules.delta_layout import encoded_size, is_raw, is_sparse
 from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, contradictions
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco_node.config import nearest
+from p2pdiloco_node.run_fields import faults
 from p2pdiloco_node.training.families import POSITIONS, open_config
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.memory_plan import MemoryPlan, amount, plan_memory
 
 LATE_SHARE = 0.25  # of a pass: who needs longer for a delivery is told so at join (protocol.md 5)
+DECLARED_MAX = 1_000_000  # Mbit/s of a link or GiB of memory: more is a slip
 BEATS_MIN = 2  # heartbeats in the shortest timeout: one may be lost
 
 
@@ -33,6 +35,16 @@ class Declared(NamedTuple):
     up_mbit: float = 20.0
     down_mbit: float = 100.0
     memory_gb: float | None = None  # of the GPU, in GiB, or of RAM where a node has none; None: any
+
+    def check(self) -> None:
+        """Raises: OperatorError (usage): no machine is like that."""
+        given = {"--up-mbit": self.up_mbit, "--down-mbit": self.down_mbit, "--memory-gb": self.memory_gb}
+        for flag, value in given.items():
+            if value is not None and not 0 < value <= DECLARED_MAX:
+                raise OperatorError(
+                    f"{flag} is a number above 0 and at most {DECLARED_MAX:,}; {value} is not possible.",
+                    USAGE,
+                )
 
 
 class Traffic(NamedTuple):
@@ -197,7 +209,8 @@ def _data(spec: RunSpec) -> Iterator[str]:
         if held_out.shard.tokens < needed:
             yield (
                 f"the evaluation set {held_out.name!r} has {held_out.shard.tokens:,} tokens, less than a "
-                f"sequence of {needed:,}: name more text with --data, or lower --seq-len."
+                f"sequence of {needed:,}: name more text with --data, lower --seq-len, or leave "
+                "--eval-per-source out."
             )
     vocabulary = data.tokenizer.vocab_size
     if vocabulary > spec.model.vocab_size:
@@ -253,25 +266,35 @@ def _warnings(spec: RunSpec, declared: Declared) -> Iterator[str]:
 
 
 def replaced(part: Any, fields: Mapping[str, Any], what: str) -> Any:
-    """A part of the RunSpec with other fields. Raises: OperatorError: no such field, or out of range."""
+    """A part of the RunSpec with other fields. `what`: its table in the run file.
+
+    Raises: OperatorError: no such field, or out of range.
+    """
     unknown = sorted(set(fields) - set(part.__struct_fields__))
     if unknown:
         hint = nearest(unknown[0], part.__struct_fields__) or "."
         raise OperatorError(f"the run's {what} part has no field {unknown[0]!r}{hint}", USAGE)
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    check_fields(type(part), values, what)
     made = msgspec.structs.replace(part, **values)
-    check_types(made, f"the {what} part: ")
+    check_types(made, what)
     return made
 
 
-def check_types(part: Any, where: str = "") -> None:
+def check_fields(kind: type[msgspec.Struct], values: Mapping[str, Any], table: str) -> None:
+    """Some fields of a part, each by itself. Raises: OperatorError with a sentence for each that is out."""
+    _raise(list(faults(kind, values, table)))
+
+
+def check_types(part: msgspec.Struct, table: str = "run") -> None:
     """Every node will open it with the same types; a value out of range is said here and now.
 
     Raises: OperatorError (usage).
     """
+    check_fields(type(part), {name: getattr(part, name) for name in part.__struct_fields__}, table)
     try:
         decode(encode(part), type(part), bytes_max=limits.run_spec_bytes_max)
     except OverflowError:
-        raise OperatorError(f"the run cannot be made: {where}a number is too large.", USAGE) from None
+        raise OperatorError(f"the run's {table} part has a number that is too large.", USAGE) from None
     except (PeerError, TypeError) as error:
-        raise OperatorError(f"the run cannot be made: {where}{error}.", USAGE) from None
+        raise OperatorError(f"the run's {table} part cannot be opened again: {error}.", USAGE) from None

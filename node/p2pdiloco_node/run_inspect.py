@@ -31,7 +31,8 @@ class Now(NamedTuple):
 
 class Section(NamedTuple):
     title: str
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # an empty label: more of the row before
+    lines: Sequence[str] = ()  # a table of its own
 
 
 def sections(
@@ -49,8 +50,8 @@ def sections(
         Section("What a node sends and fetches", _traffic(spec, declared)),
     ]
     if declared.memory_gb is not None:
-        lines = in_words(memory(spec, declared.memory_gb))
-        found.append(Section(f"Memory of a node with {declared.memory_gb:g} GiB", [("", x) for x in lines]))
+        lines = in_words(memory(spec, declared.memory_gb), free=False)
+        found.append(Section(f"Memory of a node with {declared.memory_gb:g} GiB on its GPU", (), lines))
     if now is not None:
         found.append(Section("Now", _now(spec, now)))
     return found
@@ -61,7 +62,8 @@ def in_lines(found: Sequence[Section]) -> list[str]:
     lines: list[str] = []
     for section in found:
         lines += ["", section.title]
-        lines += [f"  {label:{width}}  {value}" if label else value for label, value in section.rows]
+        lines += [f"  {label:{width}}  {value}" for label, value in section.rows]
+        lines += section.lines
     return lines[1:]
 
 
@@ -131,7 +133,7 @@ def _identity(run: RunId, spec: RunSpec, link: str) -> list[Row]:
         parent = spec.parent
         rows.append(("fork of", f"run {parent.run.hex()} at version {parent.version:,}"))
         same = merkle_root([Digest(c) for c in spec.genesis.params]) == parent.params_root
-        rows.append(("", f"  {'its params, unchanged' if same else 'NOT with its params'}"))
+        rows.append(("", f"{'its params, unchanged' if same else 'NOT with its params'}"))
     rows.append(("nonce", spec.nonce.hex()))
     if link:
         rows.append(("join", f"p2pdiloco node --join {link}"))
@@ -239,7 +241,7 @@ def _targets(spec: RunSpec) -> list[Row]:
     ]
     if spec.samples.prompts:
         rows.append(("samples", f"{spec.samples.tokens} tokens after each prompt"))
-        rows += [("", f"    {prompt!r}") for prompt in spec.samples.prompts]
+        rows += [("", repr(prompt)) for prompt in spec.samples.prompts]
     else:
         rows.append(("samples", "none"))
     return rows

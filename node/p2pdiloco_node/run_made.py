@@ -38,6 +38,11 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
                 out, owner_key=owner_key, declared=declared, told=told,
             )
         )  # fmt: skip
+    if not run.get("outer_steps"):
+        print(
+            f"It is over after {run.get('tokens', TOKENS):,} tokens, and the learning rate falls until then: "
+            "--tokens sets both."
+        )
     print(
         f"Run {made.hex()}\nis ready in {out}. Serve it with: "
         f"p2pdiloco tracker --run {out} --listen HOST:PORT"

@@ -27,35 +27,42 @@ from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
-from p2pdiloco.ids import Digest, PeerId, RunId, digest_of
+from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
     MATH_VERSION,
+    BlobRef,
     CommitteeSpec,
     DataSpec,
+    EvaluationSet,
     Genesis,
+    InnerSpec,
+    ModelSpec,
     OuterSpec,
     RunSpec,
     SampleSpec,
+    TokenizerSpec,
     outer_defaults,
     run_id_of,
     sign_run_spec,
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
-from p2pdiloco_node.corpus.making import Request, forget_work, make_data
+from p2pdiloco_node.corpus.making import Planned, Request, forget_work, make_data, plan_data
+from p2pdiloco_node.corpus.token_input import token_bytes_for
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
-from p2pdiloco_node.run_checks import Declared, check_parts, check_run, check_types, replaced
+from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
 from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
-from p2pdiloco_node.training.model_choice import choose_model
+from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
 from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
-from p2pdiloco_node.training.version_0 import make_version_0
+from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
+VERSION_0_BYTES = 8  # of disk for each parameter: float32 as it is made, and in chunks
 TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # full ones; of an open run
 
 
@@ -98,6 +105,15 @@ class Order:
     run: Mapping[str, Any] = field(default_factory=dict)  # of the RunSpec itself: trust_tokens and the like
 
 
+class Loops(NamedTuple):
+    """Parts of the RunSpec that need neither text nor tensors."""
+
+    inner: InnerSpec
+    outer: OuterSpec
+    committee: CommitteeSpec  # the witness is not known yet
+    samples: SampleSpec  # nor are the prompts' tokens
+
+
 async def create_run(
     order: Order,
     out: Path,
@@ -118,40 +134,37 @@ async def create_run(
     """
     files, told = Files(), told or Quiet()
     declared = declared or Declared()
-    if not 1 <= len(order.name) <= limits.name_chars_max:
-        raise OperatorError(f"a run's name has 1 to {limits.name_chars_max} characters.", exit_code=USAGE)
-    if order.admission not in {"local", "open"}:
-        raise OperatorError(f"admission is local or open, not {order.admission!r}.", exit_code=USAGE)
-    if not 0 <= order.target_version <= limits.run_versions_max:
-        raise OperatorError(f"--outer-steps is 0 to {limits.run_versions_max}.", exit_code=USAGE)
-    choice = choose_model(order.model, seq_len=order.seq_len)
-    inner_loop = replaced(choice.inner_spec(order.target_tokens), order.inner, "inner")
-    if "warmup_tokens" not in order.inner:
-        # It follows the batch, which may be another than the ladder's.
-        warmup = warmup_tokens(order.target_tokens, choice.seq_len * inner_loop.sequences_per_step)
-        inner_loop = msgspec.structs.replace(inner_loop, warmup_tokens=warmup)
-    outer = outer_defaults(str(order.outer.get("codec", ""))) | dict(order.outer)
-    outer_step = replaced(OuterSpec(), outer, "outer")
-    seats = replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), order.committee, "committee")
-    step_tokens = choice.seq_len * inner_loop.sequences_per_step
-    asked = replaced(SampleSpec(), order.samples, "samples")
-    check_parts(inner_loop, outer_step, seats, order.target_tokens, order.target_version, step_tokens)
+    choice, loops = check_order(order, declared)
     check_folder(out)
     words = order.tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
     request = Request(
         order.data, order.text_key, words, order.eval_per_source, order.seed or 0, order.jobs, choice.seq_len
     )
-    # A call that is refused leaves no folder and no key behind.
-    shards = await _make_data(request, out, told)
+    # A call that is refused leaves no folder and no key behind, and whoever is refused has not waited for it.
+    planned = await asyncio.to_thread(plan_data, request)
+    params = 0
+    if tune is None:
+        told.progress("Looking at the model", 0.0)
+        model = await look_at_model(choice, vocab_size=planned.plan.vocab_size)
+        check_draft(order, choice, loops, model, declared)
+        params = model.params
+    shards = await _make_data(request, planned, out, told, beside_bytes=VERSION_0_BYTES * params)
+    shards = _windowed(shards, order)
     make_folder(files, out / BLOBS)
     witness = load_or_make_key(out / WITNESS_KEY, files)
-    owner = load_or_make_key(owner_key or owner_key_path(), files)
+    key = owner_key or owner_key_path()
+    is_new = not key.exists()
+    owner = load_or_make_key(key, files)
+    told.say(
+        f"{'Your key was made, it' if is_new else 'Your key'} is {key}: whoever has it speaks for this run, "
+        "and without it nobody can. Keep a copy."
+    )
 
     def put(digest: Digest, blob: bytes | memoryview) -> None:
         replace_file(files, out / BLOBS / digest.hex(), blob)
 
     told.progress("Making version 0", 0.0)
-    spec_model, params, notes = await make_version_0(
+    spec_model, params_0, notes = await make_version_0(
         choice,
         secrets.randbits(62) if order.seed is None else order.seed,
         vocab_size=shards.tokenizer.vocab_size,
@@ -159,41 +172,15 @@ async def create_run(
     )
     for note in notes:
         told.say(note)
-    if order.window_shards is not None:
-        shards = replaced(shards, {"window_shards": order.window_shards}, "data")
-    asked = msgspec.structs.replace(
-        asked,
-        encoded=await asyncio.to_thread(
-            encode_prompts,
-            shards.tokenizer,
-            lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
-            asked.prompts,
-        ),
+    encoded = await asyncio.to_thread(
+        encode_prompts,
+        shards.tokenizer,
+        lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+        loops.samples.prompts,
     )
-    of_a_pass = inner_loop.inner_steps * step_tokens
-    spec = RunSpec(
-        format=FORMAT,
-        math_version=MATH_VERSION,
-        name=order.name,
-        owner_key=owner.public_key,
-        model=spec_model,
-        data=shards,
-        inner=inner_loop,
-        outer=outer_step,
-        committee=msgspec.structs.replace(seats, genesis=Committee(witness.peer_id, ())),
-        genesis=await asyncio.to_thread(_write_genesis, params, put),
-        admission=order.admission,
-        # Open runs: a newcomer is trusted after some full passes; everybody is for the first ones.
-        trust_tokens=0 if order.admission == "local" else TRUSTED_PASSES * of_a_pass,
-        bootstrap_tokens=0 if order.admission == "local" else BOOTSTRAP_PASSES * of_a_pass,
-        target_tokens=order.target_tokens,
-        target_version=order.target_version,
-        eval_every=order.eval_every,
-        nonce=secrets.token_bytes(16),
-        samples=asked,
-        origin="" if choice.from_scratch else choice.name,
-    )
-    spec = replaced(spec, order.run, "run")
+    genesis = await asyncio.to_thread(_write_genesis, params_0, put)
+    seats = Committee(witness.peer_id, ())
+    spec = _spec(order, choice, loops, spec_model, shards, genesis, owner.public_key, seats, encoded)
     check_types(spec)
     if tune is not None:
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
@@ -205,7 +192,7 @@ async def create_run(
                 Path.write_bytes,
                 token_bytes=shards.token_bytes,
             )
-            spec = await tune(Draft(spec, params, tuple(paths)))
+            spec = await tune(Draft(spec, params_0, tuple(paths)))
         if "warmup_tokens" not in order.inner:
             # It follows the target, which may be another now.
             warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)
@@ -221,11 +208,103 @@ async def create_run(
     return run_id_of(encode(spec))
 
 
-async def _make_data(request: Request, out: Path, told: Told) -> DataSpec:
+def check_order(order: Order, declared: Declared) -> tuple[ModelChoice, Loops]:
+    """What neither the text nor the model's tensors are needed for. Raises: OperatorError."""
+    declared.check()
+    top = {
+        "name": order.name, "admission": order.admission, "target_tokens": order.target_tokens,
+        "target_version": order.target_version, "eval_every": order.eval_every, **order.run,
+    }  # fmt: skip
+    check_fields(RunSpec, top, "run")
+    if order.window_shards is not None:
+        check_fields(DataSpec, {"window_shards": order.window_shards}, "data")
+    if order.seed is not None and not 0 <= order.seed <= limits.seed_max:
+        raise OperatorError(f"--seed is a whole number from 0 to {limits.seed_max:,}.", USAGE)
+    choice = choose_model(order.model, seq_len=order.seq_len)
+    inner = replaced(choice.inner_spec(order.target_tokens), order.inner, "inner")
+    step_tokens = choice.seq_len * inner.sequences_per_step
+    if "warmup_tokens" not in order.inner:
+        # It follows the batch, which may be another than the ladder's.
+        warmup = warmup_tokens(order.target_tokens, step_tokens)
+        inner = msgspec.structs.replace(inner, warmup_tokens=warmup)
+    outer = outer_defaults(str(order.outer.get("codec", ""))) | dict(order.outer)
+    loops = Loops(
+        inner,
+        replaced(OuterSpec(), outer, "outer"),
+        replaced(CommitteeSpec(genesis=Committee(PeerId(bytes(32)), ())), order.committee, "committee"),
+        replaced(SampleSpec(), order.samples, "samples"),
+    )
+    check_parts(
+        inner, loops.outer, loops.committee, order.target_tokens, order.target_version, step_tokens
+    )  # fmt: skip
+    return choice, loops
+
+
+def check_draft(
+    order: Order, choice: ModelChoice, loops: Loops, model: ModelSpec, declared: Declared
+) -> None:  # fmt: skip
+    """Everything that the text is not needed for, of a run as it will be. Raises: OperatorError."""
+    text = BlobRef(NO_DIGEST, 1, model.seq_len + 1)  # what every text must have, and is checked for itself
+    data = DataSpec(
+        TokenizerSpec("json", model.vocab_size, 0), token_bytes_for(model.vocab_size), (text,),
+        (EvaluationSet("all", text, 1),),
+    )  # fmt: skip
+    nobody, nothing = Committee(PeerId(bytes(32)), ()), Genesis((NO_DIGEST,), (NO_DIGEST,))
+    encoded = ((),) * len(loops.samples.prompts)
+    spec = _spec(
+        order, choice, loops, model, _windowed(data, order), nothing, bytes(32), nobody, encoded
+    )  # fmt: skip
+    check_types(spec)
+    check_run(spec, declared)
+
+
+def _windowed(data: DataSpec, order: Order) -> DataSpec:
+    if order.window_shards is None:
+        return data
+    made: DataSpec = replaced(data, {"window_shards": order.window_shards}, "data")
+    return made
+
+
+def _spec(
+    order: Order, choice: ModelChoice, loops: Loops, model: ModelSpec, data: DataSpec, genesis: Genesis,
+    owner_key: bytes, seats: Committee, encoded: tuple[tuple[int, ...], ...],
+) -> RunSpec:  # fmt: skip
+    of_a_pass = loops.inner.inner_steps * loops.inner.sequences_per_step * model.seq_len
+    spec = RunSpec(
+        format=FORMAT,
+        math_version=MATH_VERSION,
+        name=order.name,
+        owner_key=owner_key,
+        model=model,
+        data=data,
+        inner=loops.inner,
+        outer=loops.outer,
+        committee=msgspec.structs.replace(loops.committee, genesis=seats),
+        genesis=genesis,
+        admission=order.admission,
+        # Open runs: a newcomer is trusted after some full passes; everybody is for the first ones.
+        trust_tokens=0 if order.admission == "local" else TRUSTED_PASSES * of_a_pass,
+        bootstrap_tokens=0 if order.admission == "local" else BOOTSTRAP_PASSES * of_a_pass,
+        target_tokens=order.target_tokens,
+        target_version=order.target_version,
+        eval_every=order.eval_every,
+        nonce=secrets.token_bytes(16),
+        samples=msgspec.structs.replace(loops.samples, encoded=encoded),
+        origin="" if choice.from_scratch else choice.name,
+    )
+    made: RunSpec = replaced(spec, order.run, "run")
+    return made
+
+
+async def _make_data(
+    request: Request, planned: Planned, out: Path, told: Told, *, beside_bytes: int
+) -> DataSpec:  # fmt: skip
     """In a thread, which ends soon after this is cancelled. Raises: OperatorError."""
     stop = threading.Event()
     try:
-        return await asyncio.to_thread(make_data, request, out, told, stop)
+        return await asyncio.to_thread(
+            make_data, request, out, told, stop, planned=planned, beside_bytes=beside_bytes
+        )
     except asyncio.CancelledError:
         stop.set()
         told.say("Stopped. The same command goes on where it was.")

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.heads",
         "p2pdiloco_node.hosts",
         "p2pdiloco_node.progress",
+        "p2pdiloco_node.run_fields",
         "p2pdiloco_node.run_folder",
         "p2pdiloco_node.shard_news",
         "p2pdiloco_node.tokenizer_json",

@@ -82,7 +82,10 @@ class _Chooser:
     def choose(self, evaluation_bytes: int) -> HeldSet:
         """Raises: OperatorError: there is nothing."""
         if not self._bytes:
-            raise OperatorError(f"{self.name} has no text of its own: leave it out, or --eval-per-source.")
+            raise OperatorError(
+                f"--data {self.name!r} has no text of its own: all of it stands in an earlier --data. "
+                "Leave it out, or leave --eval-per-source out."
+            )
         most = min(int(self._bytes * limits.evaluation_share_max), limits.held_out_bytes_max)
         wanted = min(max(2 * evaluation_bytes, int(self._bytes * HELD_OUT_SHARE)), most)
         chosen: list[int] = []

@@ -57,9 +57,37 @@ class Request(NamedTuple):
     seq_len: int = 1  # tokens of a sequence: what is made holds one on each side at least
 
 
-def make_data(request: Request, out: Path, told: Told, stop: threading.Event | None = None) -> DataSpec:
+class Planned(NamedTuple):
+    """What will be read. `tokenizer`: its file, where it was given."""
+
+    plan: Plan
+    tokenizer: bytes | None
+
+
+def plan_data(request: Request) -> Planned:
+    """Looks at every file, and reads none. Blocking.
+
+    Raises: OperatorError: the corpus cannot be used as asked, as far as can be told by that.
+    """
+    if not 0 <= request.jobs <= limits.making_jobs_max:
+        raise OperatorError(f"--jobs is 0 to {limits.making_jobs_max}.", exit_code=USAGE)
+    planned = Planned(*make_plan(request, parse_choice(request.tokenizer)))
+    check_enough(planned.plan, request.seq_len)
+    return planned
+
+
+def make_data(
+    request: Request,
+    out: Path,
+    told: Told,
+    stop: threading.Event | None = None,
+    *,
+    planned: Planned | None = None,
+    beside_bytes: int = 0,
+) -> DataSpec:
     """Shards, evaluation sets and tokenizer as blobs in `out`/blobs. Blocking; for a thread.
 
+    `planned`: where it was looked at already. `beside_bytes`: of disk that the rest of the run takes then.
     The work folder stays, so that the same call gives the same answer at once; `forget_work` removes it.
 
     Raises:
@@ -68,17 +96,14 @@ def make_data(request: Request, out: Path, told: Told, stop: threading.Event | N
         Stopped: `stop` was set; what is done is kept.
     """
     stop = stop or threading.Event()
-    jobs = request.jobs or len(os.sched_getaffinity(0))
-    if not 0 < jobs <= limits.making_jobs_max:
-        raise OperatorError(f"--jobs is 0 to {limits.making_jobs_max}.", exit_code=USAGE)
+    plan, tokenizer = planned or plan_data(request)
+    jobs = request.jobs or min(len(os.sched_getaffinity(0)), limits.making_jobs_max)
     work = Work(out / MAKING)
-    plan, tokenizer = make_plan(request, parse_choice(request.tokenizer))
-    check_enough(plan, request.seq_len)
     old = work.plan()
     if old is not None:
         check_same(old, plan, out)
     elif not work.root.exists():
-        check_disk(plan, out, told)
+        check_disk(plan, out, told, beside_bytes)
     for forget in (reading.forget, tokenising.forget, packing.forget):
         forget()
     new = [path for path in (out, out / BLOBS) if not path.exists()]

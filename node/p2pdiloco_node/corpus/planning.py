@@ -5,6 +5,7 @@ is of the same command.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,9 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco.run_spec import DataSpec
 from p2pdiloco_node.corpus.held_out import WHOLE
-from p2pdiloco_node.corpus.sources import HUB, PARQUET, TOKENS, find_inputs
+from p2pdiloco_node.corpus.sources import HUB, HUB_PREFIX, PARQUET, TOKENS, find_inputs, named
 from p2pdiloco_node.corpus.tables import hub_parts
-from p2pdiloco_node.corpus.token_input import count_tokens
+from p2pdiloco_node.corpus.token_input import count_tokens, token_bytes_for
 from p2pdiloco_node.corpus.tokenizer import (
     BPE,
     BYTES,
@@ -56,8 +57,8 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
 
     Raises: OperatorError: something that was asked for cannot be.
     """
-    if asked.seed < 0:
-        raise OperatorError("--seed is a whole number from 0 on.", exit_code=USAGE)
+    if not 0 <= asked.seed <= limits.seed_max:
+        raise OperatorError(f"--seed is a whole number from 0 to {limits.seed_max:,}.", exit_code=USAGE)
     tokenizer: bytes | None = None
     end: str | None = None
     vocabulary: Vocabulary | None = None
@@ -146,14 +147,18 @@ def check_same(old: Plan, new: Plan, out: Path) -> None:
         )
 
 
-def check_disk(plan: Plan, out: Path, told: Told) -> None:
-    """Says what will be needed. Raises: OperatorError: it is not there."""
+def check_disk(plan: Plan, out: Path, told: Told, beside_bytes: int = 0) -> None:
+    """Says what will be needed. `beside_bytes`: of version 0, which is made when the data are there.
+
+    Raises: OperatorError: it is not there.
+    """
     known = sum(entry.text_bytes for entry in plan.inputs)
     # Of a tokenizer that is trained here two bytes for a token, as long as its ids fit.
-    size = int(plan.command.tokenizer.partition(":")[2] or 0)
-    width = plan.vocabulary.token_bytes if plan.vocabulary else 2 if size <= 1 << 16 else 4
+    width = token_bytes_for(plan.vocab_size)
     text, tokens, shards = SEGMENTS_SHARE, TOKENS_SHARE[width], SHARDS_SHARE[width]
-    needed, stays = int(known * max(text + tokens, tokens + shards)), int(known * shards)
+    stays = int(known * shards) + beside_bytes
+    needed = max(int(known * max(text + tokens, tokens + shards)), stays)
+    model = f", of which version 0 of the model takes {amount(beside_bytes)}" if beside_bytes else ""
     place = out
     while not place.exists():
         place = place.parent
@@ -162,21 +167,26 @@ def check_disk(plan: Plan, out: Path, told: Told) -> None:
     more = f", and more for hf:{unknown[0]}, whose size is unknown" if unknown else ""
     if needed > free:
         raise OperatorError(
-            f"making the data needs about {amount(needed)} of disk at {out}{more}, and {amount(free)} are "
-            "free: make room, or choose a folder on another disk with --out.",
+            f"making the run needs about {amount(needed)} of disk at {out}{model}{more}, and {amount(free)} "
+            "are free: make room, or choose a folder on another disk with --out.",
             exit_code=RESOURCES,
         )
     told.say(
-        f"About {amount(known)} of text in {len(plan.inputs):,} files. The data need about {amount(needed)} "
-        f"of disk while they are made, and {amount(stays)} then{more}; {amount(free)} are free."
+        f"About {amount(known)} of text in {len(plan.inputs):,} files. The run needs about {amount(needed)} "
+        f"of disk while it is made, and {amount(stays)} then{model}{more}; {amount(free)} are free."
     )
 
 
 def source_names(arguments: Sequence[str]) -> dict[int, str]:
-    """Names of evaluation sets after the arguments: their ends where they are long, and no two alike."""
+    """Public names of evaluation sets: as given, else the last part of the path; no two alike.
+
+    They are signed and shown to everybody: folders of the owner's machine are nobody's business.
+    """
     names: dict[int, str] = {}
     for number, argument in enumerate(arguments):
-        name = "".join(c for c in argument if c.isprintable())
+        given, place = named(argument)
+        name = given or (place if place.startswith(HUB_PREFIX) else Path(os.path.abspath(place)).name)  # noqa: PTH100  # a link keeps its own name
+        name = "".join(c for c in name if c.isprintable()) or "set"
         name = name if len(name) <= limits.name_chars_max else "…" + name[1 - limits.name_chars_max :]
         if name in {*names.values(), WHOLE}:
             mark = f" ({number + 1})"

@@ -1,16 +1,19 @@
 """What the `--data` arguments name: files by kind, with their sizes, in a fixed order.
 
-An argument is a file, a glob (`**` goes into folders), a folder (with all that is in it, of kinds that can be
-told by their names) or `hf:NAME[:CONFIG][:SPLIT]`. A file that two arguments name belongs to the first.
+An argument is [NAME=] and a file, a glob (`**` goes into folders), a folder (with all that is in it, of kinds
+that can be told by their names) or `hf:NAME[:CONFIG][:SPLIT]`. A file that two arguments name belongs to the
+first.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,9 +29,17 @@ KINDS = {
 PACKED = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 # Of a folder only what is surely text; everything else is named by a glob.
 TEXT_IN_FOLDERS = {".txt", ".text", ".md", ".rst", ".tex"}
+NAME = re.compile(rf"[\w .-]{{1,{limits.name_chars_max}}}")
 UNPACKED_FACTOR = 4  # text in a compressed file by its size: web text and prose shrink 2.5 to 4 times
 # The standard library's tests are as large as the rest and full of generated tables.
 NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Named(NamedTuple):
+    """A `--data` argument: its evaluation set's name, empty where nobody says, and what it names."""
+
+    name: str
+    place: str
 
 
 class Input(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +71,7 @@ def find_files(globs: Sequence[str] | None) -> list[Path]:
         return sorted(p for p in root.rglob("*.py") if not NOT_PROSE & set(p.relative_to(root).parts))
     found: set[Path] = set()
     for argument in _checked(globs):
-        found.update(_matches(argument))
+        found.update(_matches(named(argument).place))
         _check_count(len(found))
     return sorted(found)
 
@@ -74,7 +85,8 @@ def find_inputs(arguments: Sequence[str] | None, *, text_key: str) -> tuple[Inpu
         return inputs_of(find_files(None))
     inputs: list[Input] = []
     taken: set[Path] = set()
-    for number, argument in enumerate(_checked(arguments)):
+    for number, given in enumerate(_checked(arguments)):
+        argument = named(given).place
         if argument.startswith(HUB_PREFIX):
             inputs.append(Input(argument.removeprefix(HUB_PREFIX), HUB, "", number, 0, 0))
             continue
@@ -88,6 +100,16 @@ def find_inputs(arguments: Sequence[str] | None, *, text_key: str) -> tuple[Inpu
 def inputs_of(files: Sequence[Path], *, text_key: str = "text") -> tuple[Input, ...]:
     """These files, as one argument would name them. Raises: OperatorError."""
     return tuple(_input(path, 0, text_key) for path in files)
+
+
+def named(argument: str) -> Named:
+    """`NAME=PLACE`, or a place. What is there by the whole text is a place, whatever is in its name."""
+    name, equals, place = argument.partition("=")
+    is_name = NAME.fullmatch(name) is not None and bool(place)
+    if not equals or not is_name or Path(argument).expanduser().exists() or glob.has_magic(name):
+        return Named("", argument)
+    folder = Path(argument).expanduser().parts[0]  # of a glob: lang=en/*.txt
+    return Named("", argument) if Path(folder).exists() else Named(name.strip(), place)
 
 
 def kind_of(path: Path) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import zstandard
 
@@ -17,10 +17,6 @@ READ_BYTES = 1 << 20
 PACKED_BYTES = (
     32 << 10
 )  # taken of a compressed file at a time: zstd may make hundreds of megabytes of a megabyte
-
-
-class Source(Protocol):
-    def read(self, size: int, /) -> bytes: ...
 
 
 def pieces(path: str, packed: str, first: int) -> Iterator[bytes]:
@@ -43,8 +39,8 @@ def pieces(path: str, packed: str, first: int) -> Iterator[bytes]:
                     yield new
     except (gzip.BadGzipFile, zlib.error, EOFError, zstandard.ZstdError) as error:
         raise OperatorError(
-            f"{path} is damaged or cut off behind byte {where} of its content ({error}): fetch it again, or "
-            "leave it out with --data."
+            f"{path} is damaged or cut off: {where:,} bytes of text could be unpacked, then {error}: "
+            "fetch it again, or leave it out with --data."
         ) from None
     except OSError as error:
         raise cannot_read(path, error) from None
@@ -63,8 +59,13 @@ def _unpacked(file: IO[bytes], packed: str) -> Iterator[bytes]:
     if packed == "zst":
         yield from _zstd(file)
         return
-    source: Source = gzip.GzipFile(fileobj=file) if packed == "gz" else file
-    while piece := source.read(READ_BYTES):
+    if packed == "gz":
+        # Not `read`: of a file that is cut off it gives an error and nothing of what stands before.
+        opened = gzip.GzipFile(fileobj=file)
+        while piece := opened.read1(READ_BYTES):
+            yield piece
+        return
+    while piece := file.read(READ_BYTES):
         yield piece
 
 

@@ -58,6 +58,11 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     vocabulary: Vocabulary | None  # None: the tokenizer is trained when everything is read
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer; of one that is trained here at most."""
+        return self.vocabulary.size if self.vocabulary else int(self.command.tokenizer.partition(":")[2])
+
+    @property
     def text_bytes(self) -> int:
         """Bytes of text to be read, as far as can be told before."""
         return sum(i.text_bytes or (HUB_BYTES if i.kind == HUB else 0) for i in self.inputs)

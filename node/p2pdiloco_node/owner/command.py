@@ -61,14 +61,19 @@ def _with_run(reach: Reach, told: Told, work: Callable[[SeenRun], Awaitable[T]])
     return asyncio.run(live())
 
 
-def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = True) -> int:
+def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = False) -> int:
     """Say a word and print where it stands. Raises: OperatorError."""
-    if not yes:
-        _agreed(f"`{wanted.kind}` cannot be taken back.")
+    if wanted.kind == "finish" and not yes:
+        _agreed("`finish` cannot be taken back.")
     if not 0 < reach.wait_s <= 86400:
         raise OperatorError("--wait-s is above 0 and at most 86400.", USAGE)
     with _told(as_json) as told:
-        said = _with_run(reach, told, lambda seen: say_word(seen, wanted, reach.key, wait_s=reach.wait_s))
+        said = _with_run(
+            reach, told,
+            lambda seen: say_word(
+                seen, wanted, reach.key, wait_s=reach.wait_s, agree=None if yes else _agreed
+            ),
+        )  # fmt: skip
     if as_json:
         nothing = {"kind": wanted.kind, "effect": said}
         print(json.dumps(dataclasses.asdict(said) if isinstance(said, Followed) else nothing))
@@ -118,6 +123,7 @@ def _agreed(text: str) -> None:
 
 def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:
     """Print what the RunSpec says and, where it can be reached, how far the run is. Raises: OperatorError."""
+    declared.check()
     path = Path(reach.where).expanduser()
     kept = spec_in(path) if "://" not in reach.where and path.exists() else None
     link, now = "", None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -59,10 +60,19 @@ def owner_of(seen: SeenRun, key: Path) -> Ed25519Signer:
     return signer
 
 
-async def say_word(seen: SeenRun, wanted: Wanted, key: Path, *, wait_s: float) -> Followed | str:
+async def say_word(
+    seen: SeenRun,
+    wanted: Wanted,
+    key: Path,
+    *,
+    wait_s: float,
+    agree: Callable[[str], None] | None = None,
+) -> Followed | str:
     """Sign, deliver, and wait. A sentence where there is nothing to do.
 
-    Raises: OperatorError: the key is not the owner's, the word makes no sense, or it is not certified within
+    `agree`: asked before a word is signed that will most likely not do what is hoped for; None: nobody is.
+
+    Raises: OperatorError: `agree` refuses, the key is not the owner's, the word makes no sense, or it is not certified within
     `wait_s`: then it may still be later.
     """
     signer = owner_of(seen, key)
@@ -71,6 +81,9 @@ async def say_word(seen: SeenRun, wanted: Wanted, key: Path, *, wait_s: float) -
     nothing = _refuses(seen.rules, seen, wanted, peer)
     if nothing is not None:
         return nothing
+    doubt = _doubt(seen, wanted)
+    if doubt and agree is not None:
+        await asyncio.to_thread(agree, doubt)
     word = await asyncio.to_thread(_signed, seen, wanted, peer, signer, Ledger(key))
     return await _carry(seen, word, seen.log.epoch, wait_s)
 
@@ -85,18 +98,12 @@ def _refuses(rules: RulesState, seen: SeenRun, wanted: Wanted, peer: PeerId) -> 
         return "The run is paused already."
     if wanted.kind == "resume" and not rules.paused:
         return "The run is not paused."
-    if wanted.kind == "extend":
-        if wanted.target_tokens <= rules.target_tokens:
-            raise OperatorError(
-                f"--tokens {wanted.target_tokens:,} is no extension: the target is {rules.target_tokens:,} "
-                f"tokens, and {rules.clock:,} are merged.",
-                USAGE,
-            )
-        if seen.spec.target_version:
-            seen.told.say(
-                f"The run also ends at version {seen.spec.target_version:,}, as its RunSpec says, and that "
-                "cannot be moved."
-            )
+    if wanted.kind == "extend" and wanted.target_tokens <= rules.target_tokens:
+        raise OperatorError(
+            f"--tokens {wanted.target_tokens:,} is no extension: the target is {rules.target_tokens:,} "
+            f"tokens, and {rules.clock:,} are merged.",
+            USAGE,
+        )
     if wanted.kind == "revoke":
         if peer in rules.revoked:
             return f"{seen.name_of(peer)} is revoked already."
@@ -108,6 +115,28 @@ def _refuses(rules: RulesState, seen: SeenRun, wanted: Wanted, peer: PeerId) -> 
         if len(rules.revoked) >= limits.revoked_max:
             raise OperatorError(f"{limits.revoked_max} peers are revoked, and no more can be.", RUN)
     return None
+
+
+def _doubt(seen: SeenRun, wanted: Wanted) -> str:
+    """Why more tokens would most likely not be trained on; empty where nothing speaks against it."""
+    last, rules = seen.spec.target_version, seen.rules
+    if wanted.kind != "extend" or not last:
+        return ""
+    words = (
+        f"The run ends at version {last:,} whatever its target of tokens: its RunSpec says so, and that "
+        "cannot be moved."
+    )
+    if not rules.version:
+        return f"{words} Nothing is merged yet, so nobody can tell which comes first."
+    reached = rules.clock * last // rules.version
+    if reached <= rules.target_tokens:
+        return (
+            f"{words} At the pace so far it will have about {reached:,} tokens then, below its target of "
+            f"{rules.target_tokens:,} already: with another target only the learning rate would end higher. A "
+            "run that goes on is a fork: p2pdiloco run fork --set run.outer_steps=N."
+        )
+    seen.told.say(f"{words} At the pace so far it will have about {reached:,} tokens then.")
+    return ""
 
 
 def find_peer(seen: SeenRun, words: str) -> PeerId:

@@ -24,6 +24,7 @@ from p2pdiloco_node.training.models import (
     frozen_config,
     initialised,
     make_config,
+    outline,
     releases,
     tensor_layout,
 )
@@ -55,9 +56,13 @@ def make(order: GenesisOrder) -> GenesisMade:
     )
     if order.checkpoint:
         model = read_checkpoint(order.family, config, Path(order.checkpoint))
-    else:
+    elif order.params:
         torch.manual_seed(order.seed)
         model = initialised(order.family, config)
+    else:
+        model = outline(order.family, config)
+    if not order.params:
+        return GenesisMade(frozen, tensor_layout(model), tuple(notes), releases())
     with Path(order.params).open("wb") as file:
         for _, parameter in model.named_parameters():
             values = parameter.detach().float().contiguous().numpy()

@@ -201,8 +201,8 @@ def check(plan: MemoryPlan, run: str) -> None:
     )
 
 
-def in_words(plan: MemoryPlan) -> list[str]:
-    """A small table for people, and what was chosen."""
+def in_words(plan: MemoryPlan, *, free: bool = True) -> list[str]:
+    """A small table for people, and what was chosen. `free`: with what this machine has."""
     on_gpu = plan.machine.gpu_bytes is not None
     gpu_name = "each GPU" if plan.ranks > 1 else "GPU"
     places = ([gpu_name] if on_gpu else []) + ["RAM", "disk"]
@@ -216,7 +216,8 @@ def in_words(plan: MemoryPlan) -> list[str]:
     lines += [line(*row) for row in plan.rows]
     lines.append(line("in all", plan.gpu, plan.ram, plan.disk))
     machine = plan.machine
-    lines.append(line("free here", machine.gpu_bytes, machine.ram_bytes, machine.disk_bytes))
+    if free:
+        lines.append(line("free here", machine.gpu_bytes, machine.ram_bytes, machine.disk_bytes))
     lines.append(f"  {chosen(plan)}")
     return lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -108,7 +109,8 @@ def _from_files(path: Path, seq_len: int | None) -> ModelChoice:
         )
     tokenizer = folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
     return ModelChoice(
-        name=path.resolve().name[:64], family=family, config=config, seq_len=length, rung=rung,
+        name=Path(os.path.abspath(path)).name[:64],  # noqa: PTH100  # a link keeps its own name
+        family=family, config=config, seq_len=length, rung=rung,
         checkpoint=folder, tokenizer=tokenizer,
     )  # fmt: skip
 

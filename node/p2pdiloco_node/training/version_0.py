@@ -22,6 +22,11 @@ from p2pdiloco_node.training.supervisor import trainer_environment
 GENESIS = (sys.executable, "-P", "-m", "p2pdiloco_node.training.genesis")
 KNOWN_WHY = 9  # exit code of genesis: its last line is a sentence for people
 RESOURCES = 6
+HINTS = {  # by what the last line says
+    "No module named": "pip install 'p2pdiloco[node]'",
+    "No space left": "make room on the disk, or choose a folder on another disk with --out",
+    "quota exceeded": "make room in your disk quota, or choose a folder on another disk with --out",
+}
 
 
 class GenesisOrder(Struct, frozen=True):
@@ -32,7 +37,7 @@ class GenesisOrder(Struct, frozen=True):
     seq_len: int  # tokens of a training sequence
     checkpoint: str  # folder; empty: initialise
     seed: int
-    params: str  # file to write: raw little-endian float32
+    params: str  # file to write: raw little-endian float32; empty: none, the model is only looked at
 
 
 class GenesisMade(Struct, frozen=True):
@@ -44,6 +49,14 @@ class GenesisMade(Struct, frozen=True):
     made_with: str  # releases of its libraries
 
 
+async def look_at_model(choice: ModelChoice, *, vocab_size: int) -> ModelSpec:
+    """The RunSpec's model, without params: for what is checked before anything is made.
+
+    Raises: OperatorError: it cannot be made, or its checkpoint cannot be read.
+    """
+    return _spec(choice, vocab_size, await _made(choice, 0, vocab_size, ""))
+
+
 async def make_version_0(
     choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path | None = None
 ) -> tuple[ModelSpec, Floats, tuple[str, ...]]:
@@ -53,28 +66,35 @@ async def make_version_0(
 
     Raises: OperatorError: it failed; says why.
     """
-    arguments = choice.arguments(vocab_size)
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-genesis-", dir=folder) as work:
         path = Path(work) / "params.f32"
-        order = GenesisOrder(
-            family=choice.family,
-            config=config_bytes(arguments),
-            seq_len=choice.seq_len,
-            checkpoint=str(choice.checkpoint.resolve()) if choice.checkpoint else "",
-            seed=seed,
-            params=str(path),
-        )
-        made = decode(await _run(encode(order)), GenesisMade, bytes_max=limits.run_spec_bytes_max)
-        spec = ModelSpec(
-            family=choice.family,
-            preset=choice.name,
-            config=made.config,
-            vocab_size=vocab_size,
-            seq_len=choice.seq_len,
-            tensors=made.tensors,
-            made_with=made.made_with[: limits.made_with_chars_max],
-        )
+        made = await _made(choice, seed, vocab_size, str(path))
+        spec = _spec(choice, vocab_size, made)
         return spec, await asyncio.to_thread(read_array, path, spec.params), made.notes
+
+
+async def _made(choice: ModelChoice, seed: int, vocab_size: int, params: str) -> GenesisMade:
+    order = GenesisOrder(
+        family=choice.family,
+        config=config_bytes(choice.arguments(vocab_size)),
+        seq_len=choice.seq_len,
+        checkpoint=str(choice.checkpoint.resolve()) if choice.checkpoint else "",
+        seed=seed,
+        params=params,
+    )
+    return decode(await _run(encode(order)), GenesisMade, bytes_max=limits.run_spec_bytes_max)
+
+
+def _spec(choice: ModelChoice, vocab_size: int, made: GenesisMade) -> ModelSpec:
+    return ModelSpec(
+        family=choice.family,
+        preset=choice.name,
+        config=made.config,
+        vocab_size=vocab_size,
+        seq_len=choice.seq_len,
+        tensors=made.tensors,
+        made_with=made.made_with[: limits.made_with_chars_max],
+    )
 
 
 async def _run(order: bytes) -> bytes:
@@ -96,5 +116,5 @@ async def _run(order: bytes) -> bytes:
     last = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
     if process.returncode == KNOWN_WHY:
         raise OperatorError(f"version 0 is not made: {last[:1000]}")
-    hint = "pip install 'p2pdiloco[node]'" if "No module named" in last else "free memory, try again"
+    hint = next((hint for sign, hint in HINTS.items() if sign in last), "free memory, try again")
     raise OperatorError(f"version 0 could not be made ({last[:300]}): {hint}.", RESOURCES)

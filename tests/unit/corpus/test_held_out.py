@@ -100,7 +100,7 @@ def test_a_source_of_copies_alone_has_no_set() -> None:
     index = documents(300, 1000)
     copies = index.copy()
     copies["source"] = 1
-    with pytest.raises(OperatorError, match="two has no text of its own"):
+    with pytest.raises(OperatorError, match="'two' has no text of its own"):
         choose(index, copies, sources={0: "one", 1: "two"})
 
 

@@ -18,6 +18,7 @@ from p2pdiloco_node.corpus import readers, streams
 from p2pdiloco_node.corpus.documents import clean
 from p2pdiloco_node.corpus.readers import END, Batch, Broken, Format, Part, describe, read_part
 from p2pdiloco_node.corpus.sources import Input, find_inputs
+from p2pdiloco_node.corpus.streams import pieces
 
 FORM = Format("text")
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -192,7 +193,7 @@ def test_damaged_compressed_files_are_refused(tmp_path: Path, packed: str, damag
     path = Path(entry.path)
     data = path.read_bytes()
     path.write_bytes(data[:-9] if damage == "cut" else b"nonsense" + data[8:])
-    with pytest.raises(OperatorError, match=r"is damaged or cut off behind byte \d+"):
+    with pytest.raises(OperatorError, match=r"is damaged or cut off: [\d,]+ bytes"):
         read(entry)
 
 
@@ -207,3 +208,11 @@ def test_a_file_that_went_away_is_named(tmp_path: Path) -> None:
 def test_where_a_fault_is_in_a_compressed_file(tmp_path: Path) -> None:
     entry = entry_of(tmp_path / "x.jsonl.gz", b'{"text": "a"}\n' * 5)
     assert describe(entry, Broken(28, "why")) == f"{entry.path}, line 3: why"
+
+
+def test_of_a_file_that_is_cut_off_it_is_said_how_much_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt.gz"
+    whole = gzip.compress(bytes(i * 7919 % 251 for i in range(200_000)))
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OperatorError, match=r"cut off: [1-9][\d,]* bytes of text could be unpacked"):
+        list(pieces(str(path), "gz", 0))

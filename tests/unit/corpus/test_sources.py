@@ -8,6 +8,7 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.corpus.planning import source_names
 from p2pdiloco_node.corpus.sources import find_files, find_inputs, kind_of
 
 
@@ -99,3 +100,19 @@ def test_what_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(limits, "corpus_files_max", 1)
     with pytest.raises(OperatorError, match="more than 1 files"):
         find_inputs([f"{tmp_path}/?.txt"], text_key="text")
+
+
+def test_evaluation_sets_have_public_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are signed and shown to everybody: no folder of the owner's machine is in them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("secret/poems", "other/poems", "lang=en"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(f"words of {name}")
+    given = [
+        str(tmp_path / "secret/poems"), f"{tmp_path}/other/poems/", "secret/*/*.txt",
+        "verse=secret/poems/a.txt", "hf:owner/set", "lang=en", "lang=en/*.txt",
+    ]  # fmt: skip
+    assert list(source_names(given).values()) == [
+        "poems", "poems (2)", "*.txt", "verse", "hf:owner/set", "lang=en", "*.txt (7)",
+    ]  # fmt: skip
+    assert [p.name for p in find_files(["verse=secret/poems", "lang=en/*.txt"])] == ["a.txt", "a.txt"]

@@ -18,6 +18,22 @@ def test_a_misspelt_flag_that_is_needed_is_named(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "extend", "x"], "run extend needs --tokens"),
+        (["run", "extend", "x", "--outer-steps", "12"],
+         "there is no flag --outer-steps, and run extend needs --tokens"),
+        (["run", "fork", "--out", "x"], "run fork needs RUN"),
+    ],
+)  # fmt: skip
+def test_what_a_command_lacks_is_said_with_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert run_command(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"p2pdiloco: {said} (see p2pdiloco run")
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
         (["node", "--data-dir", "n"], 2, "No tracker is named"),

@@ -86,6 +86,16 @@ def test_how_far_the_run_is() -> None:
 def test_memory_is_planned_where_it_is_declared() -> None:
     assert "Memory of a node with 4 GiB" in printed(declared=Declared(memory_gb=4))
     assert "Memory" not in printed()
+    assert "free here" not in printed(declared=Declared(memory_gb=4)), "that is of no machine"
+
+
+def test_what_goes_on_stands_below_what_it_belongs_to() -> None:
+    """Further evaluation sets and prompts begin where the first one does."""
+    sets = tuple(msgspec.structs.replace(SPEC.data.evaluations[0], name=name) for name in ("all", "poems"))
+    lines = printed(msgspec.structs.replace(SPEC, data=msgspec.structs.replace(SPEC.data, evaluations=sets)))
+    at = {name: next(x.index(f"{name}: 1,024") for x in lines.splitlines() if f"{name}: 1,024" in x)
+          for name in ("all", "poems")}  # fmt: skip
+    assert at["all"] == at["poems"]
 
 
 def test_a_spec_is_found_in_a_file_a_run_s_folder_and_a_node_s(

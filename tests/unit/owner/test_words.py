@@ -130,3 +130,25 @@ async def test_a_word_of_an_epoch_that_ends_meanwhile_is_given_up(swarm: Swarm) 
     host.on_told = recovered
     with pytest.raises(OperatorError, match="A recovery began epoch 1"):
         await say_word(seen_run(swarm), Wanted("pause"), swarm.key, wait_s=20.0)
+
+
+@pytest.mark.parametrize(("versions", "last"), [(0, 900), (2, 3)])
+async def test_an_extend_that_will_move_nothing_is_asked_about_before_it_is_signed(
+    swarm: Swarm, versions: int, last: int
+) -> None:
+    """The run ends by its outer steps: only the learning rate would end higher."""
+    run = make_run(A, target_version=last)
+    chain = Chain(run)
+    chain.steps(versions)
+    (await swarm.serve(run, A)).has(chain)
+    more = Wanted("extend", target_tokens=run.spec.target_tokens * 2)
+
+    def no(text: str) -> None:
+        raise OperatorError(text)
+
+    with pytest.raises(OperatorError, match=rf"ends at version {last:,} whatever its target"):
+        await say_word(swarm.seen(run), more, swarm.key, wait_s=0.0, agree=no)
+    assert Ledger(swarm.key).word_of(run.id) is None
+    with pytest.raises(OperatorError, match="the word is not in the log"):
+        await say_word(swarm.seen(run), more, swarm.key, wait_s=0.0)
+    assert Ledger(swarm.key).word_of(run.id) is not None

@@ -1,0 +1,69 @@
+"""`run new` refuses before it reads the text, with the flag and its bounds, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from p2pdiloco_node.cli import run_command
+
+NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.txt", "--out", "n"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "sentence"),
+    [
+        (["--pass-s", "0.001"], 2, "a pass takes 0.001 s"),
+        (["--up-mbit", "0"], 2, "--up-mbit is a number above 0"),
+        (["--memory-gb", "nan"], 2, "--memory-gb is a number above 0"),
+        (["--memory-gb", "0.001"], 2, "0.001 GiB are declared"),
+        (["--batch", "99999999"], 2, "--batch is a whole number from 1 to"),
+        (["--eval-every", "0"], 2, "--eval-every is a whole number from 1 to 1,000,000; 0 is not possible"),
+        (["--lr", "5"], 2, "--lr is a number above 0 and at most 1; 5.0 is not possible"),
+        (["--outer-steps", "9999999999"], 2, "--outer-steps is a whole number from 0 to"),
+        (["--name", "a name of more than thirty-two characters"], 2, "--name is text of 1 to 32 characters"),
+        (["--prompt", "a" * 100_000], 2, "--prompt is a list of at most 4, each text of 0 to"),
+        (["--set", "outer.mu=2"], 2, "--set outer.mu is a number from 0 to 1; 2.0 is not possible"),
+        (["--set", "run.evaluators_max=9"], 2, "--set run.evaluators_max is a whole number from 1 to 3"),
+        (["--set", "data.window_shards=0"], 2, "--set data.window_shards is a whole number from 1 to 256"),
+        (["--set", "committee.timeout_s_min=0.5"], 2, "less than 2 heartbeats"),
+        (["--seed", "99999999999999999999"], 2, "--seed is a whole number from 0 to"),
+        (["--jobs", "100000"], 2, "--jobs is 0 to"),
+    ],
+)
+def test_what_needs_no_text_is_refused_before_any_is_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    code: int,
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("words and more words\n" * 5000)
+    given = NEW + flags if flags[0] != "--name" else [*NEW[:2], *flags, *NEW[4:]]
+    assert run_command(given) == code
+    out, err = capsys.readouterr()
+    assert sentence in err
+    assert "$[" not in err
+    assert "documents" not in out + err
+    assert [p.name for p in tmp_path.iterdir()] == ["texts"]
+
+
+def test_version_0_is_in_the_forecast_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small text and a large model: it is the model that fills the disk."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("words and more words\n" * 5000)
+    free = (1 << 20, 0, 1 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free[2]})())
+    assert run_command([*NEW[:4], "--model", "llama:1m", *NEW[6:]]) == 6
+    assert re.search(r"version 0 of the model takes \S+ MB", capsys.readouterr().err)
+    assert [p.name for p in tmp_path.iterdir()] == ["texts"]
