@@ -55,7 +55,7 @@ from p2pdiloco_node.training.families import open_config
 from p2pdiloco_node.training.frames import TrainerSettings
 from p2pdiloco_node.training.machine import gpus, this_machine
 from p2pdiloco_node.training.memory_plan import MemoryPlan, check, in_words, plan_memory, wishes_of
-from p2pdiloco_node.training.ranks import Ranks, check_batch, check_ranks, find_ranks
+from p2pdiloco_node.training.ranks import Ranks, check_batch, check_parallel, check_ranks, find_ranks
 from p2pdiloco_node.training.shard_plan import check_quota
 from p2pdiloco_node.training.supervisor import Supervisor
 from p2pdiloco_node.transport.http_session import make_session
@@ -118,6 +118,8 @@ class Daemon:
 
     async def _enter(self) -> None:
         config = self.config
+        # Before anything is asked for, also where the run turns out to be over.
+        check_parallel(await asyncio.to_thread(find_ranks, config, gpus), config.parallel)
         self._data = self._stack.enter_context(DataDir(self._root))
         signer = load_or_make_key(self._data.key_path, self._data.files)
         self._session = await self._stack.enter_async_context(

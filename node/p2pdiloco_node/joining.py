@@ -79,7 +79,7 @@ def check_named(root: Path, join: JoinLink | None, peers: Sequence[HostPort]) ->
 
 
 def kept_name(data: DataDir, given: str) -> str:
-    """The name that its owner gave this node, now or in an earlier life; empty: none. Raises: OperatorError."""
+    """The name that its owner gave this node, now or before; empty: none. Raises: OperatorError."""
     path = data.root / NAME
     if given:
         replace_file(data.files, path, given.encode())

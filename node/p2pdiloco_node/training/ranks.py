@@ -121,6 +121,13 @@ def _devices(settings: Settings, gpus: Callable[[], list[Gpu]]) -> tuple[str, ..
     if settings.ranks > 1:
         return ("cpu",) * settings.ranks
     if not settings.gpus:
+        if settings.device.startswith("cuda"):
+            place, told = int(settings.device.partition(":")[2] or 0), len(gpus())
+            if place >= told:
+                raise DeviceMissing(
+                    f"--device {settings.device}",
+                    f"this machine has {told} NVIDIA GPU(s) that its driver tells of, counted from 0",
+                )
         return (settings.device,)
     there = len(gpus())
     if not there:
@@ -136,6 +143,15 @@ def _devices(settings: Settings, gpus: Callable[[], list[Gpu]]) -> tuple[str, ..
                 "name those, or give all",
             )  # fmt: skip
     return tuple(f"cuda:{number}" for number in numbers)
+
+
+def check_parallel(ranks: Ranks, parallel: str) -> None:
+    """Raises: OperatorError (usage): there is nothing over which a model could be spread."""
+    if parallel != "auto" and ranks.all == 1:
+        raise OperatorError(
+            f"--parallel {parallel} says how several ranks share a model, and this node has one: give --gpus, "
+            "--ranks or --nnodes as well, or leave --parallel out.", USAGE,
+        )  # fmt: skip
 
 
 def check_batch(ranks: Ranks, sequences_per_step: int) -> None:

@@ -126,3 +126,23 @@ def test_contradictions_are_found_before_anything_is_touched(tmp_path: Path) -> 
     with pytest.raises(OperatorError, match="give one of them"):
         Daemon(config, Leaving())
     assert not (tmp_path / "node").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"device": "cuda"}, "--device cuda: this machine has 0"),
+        ({"device": "cuda:3"}, "--device cuda:3: this machine has 0"),
+        ({"gpus": "all"}, "--gpus all: this machine has no NVIDIA GPU"),
+        ({"parallel": "fsdp"}, "--parallel fsdp says how several ranks share a model"),
+    ],
+)
+async def test_devices_and_ranks_are_checked_before_anybody_is_asked_for_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(module, "gpus", list)
+    root = tmp_path / "node"
+    config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(root), **settings)  # nobody answers there
+    with pytest.raises(OperatorError, match=words):
+        await Daemon(config, Leaving()).__aenter__()
+    assert not root.exists()

@@ -73,6 +73,8 @@ def test_rates_follow_the_clock_and_fall_while_nothing_comes(fake_run):
     assert status.progress.eta_s == pytest.approx(600_000 / 5000)
     assert status.progress.share == pytest.approx(0.4)
     assert say(run, 600).rates.tokens_per_s == pytest.approx(160_000 / 632)
+    run.builder.paused = True
+    assert say(run).progress.eta_s is None  # nobody knows when it goes on
 
 
 def test_a_day_counts_only_what_came_in_it(fake_run):

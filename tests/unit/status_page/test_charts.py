@@ -48,3 +48,9 @@ def test_axis_numbers_do_not_repeat() -> None:
     svg = str(line_chart([0, 1], [2.0001, 2.0004], name="loss"))
     labels = re.findall(r'class="y"[^>]*>([^<]*)<', svg)
     assert len(set(labels)) == len(labels) >= 2
+
+
+def test_there_is_no_version_one_and_a_half() -> None:
+    """The axis of two versions said 0 0 1 2 2."""
+    svg = ET.fromstring(line_chart([0, 1, 2], [5.0, 4.0, 3.0], name="loss"))
+    assert [e.text for e in svg.findall("text") if e.attrib["class"] == "x"] == ["0", "1", "2"]

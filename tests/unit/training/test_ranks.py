@@ -25,7 +25,7 @@ def found(count: int = 0, /, **settings: Any) -> Ranks:
 
 def test_one_rank_is_the_worker_itself() -> None:
     assert found().command(Path("x")) == WORKER
-    assert found(device="cuda:1").device == "cuda:1"
+    assert found(2, device="cuda:1").device == "cuda:1"
     assert found(4, gpus="2") == Ranks(("cuda:2",))
     assert found(4, gpus="2").command(Path("x")) == WORKER
 
