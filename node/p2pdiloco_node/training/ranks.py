@@ -149,8 +149,8 @@ def check_parallel(ranks: Ranks, parallel: str) -> None:
     """Raises: OperatorError (usage): there is nothing over which a model could be spread."""
     if parallel != "auto" and ranks.all == 1:
         raise OperatorError(
-            f"--parallel {parallel} says how several ranks share a model, and this node has one: give --gpus, "
-            "--ranks or --nnodes as well, or leave --parallel out.", USAGE,
+            f"--parallel {parallel} says how several ranks share a model, and this node has one: give "
+            "--gpus, --ranks or --nnodes as well, or leave --parallel out.", USAGE,
         )  # fmt: skip
 
 
