@@ -49,8 +49,13 @@ def faults(kind: type[msgspec.Struct], values: Mapping[str, Any], table: str) ->
             yield from faults(type(value), own, field.name)
         elif not _fits(value, field.type):
             name = f"{table}.{field.name}"
-            words = _words(inspect.type_info(field.type))
-            yield f"{FLAGS.get(name, f'--set {name}')} is {words}; {_given(value)} is not possible."
+            flag = FLAGS.get(name, f"--set {name}")
+            yield f"{flag} is {in_words(field.type)}; {_given(value)} is not possible."
+
+
+def in_words(kind: Any) -> str:
+    """What a value of this type may be."""
+    return _words(inspect.type_info(kind))
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -75,17 +80,22 @@ def _given(value: Any) -> str:
 def _words(info: inspect.Type) -> str:
     match info:
         case inspect.IntType():
-            return f"a whole number {_between(info)}"
+            bounded = any(bound is not None for bound in (info.ge, info.gt, info.le, info.lt))
+            return f"a whole number {_between(info)}" if bounded else "a whole number"
         case inspect.FloatType():
             return f"a number {_between(info)}"
         case inspect.StrType():
             if info.pattern in CHOICES:
                 return CHOICES[info.pattern]
-            return f"text of {info.min_length or 0} to {info.max_length:,} characters"
+            most = f" to {info.max_length:,}" if info.max_length is not None else " or more"
+            return f"text of {info.min_length or 0}{most} characters"
         case inspect.BoolType():
             return "true or false"
-        case inspect.VarTupleType():
-            return f"a list of at most {info.max_length:,}, each {_words(info.item_type)}"
+        case inspect.VarTupleType() | inspect.ListType():
+            most = f" of at most {info.max_length:,}" if info.max_length is not None else ""
+            return f"a list{most}, each {_words(info.item_type)}"
+        case inspect.UnionType():
+            return " or ".join(map(_words, info.types))
         case _:
             return "of another form"
 

@@ -16,6 +16,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, OuterSpec, SampleSpec
 from p2pdiloco_node.config import nearest
+from p2pdiloco_node.run_fields import in_words
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -102,8 +103,9 @@ def _value(where: str, keys: dict[str, Any], key: str, value: Any) -> Any:
         return parse_tokens(value, f"{where} {key}")
     try:
         return msgspec.convert(value, keys[key])
-    except msgspec.ValidationError as error:
-        raise OperatorError(f"{where}: {key} = {value!r} is not possible: {error}.", FILES) from None
+    except msgspec.ValidationError:
+        name = f"{where} {key}" if where.endswith("]") else f"{where}.{key}"
+        raise OperatorError(f"{name} is {in_words(keys[key])}; {value!r} is not possible.", FILES) from None
 
 
 def _unknown_table(name: str, table: object) -> str:

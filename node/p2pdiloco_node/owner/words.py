@@ -72,8 +72,8 @@ async def say_word(
 
     `agree`: asked before a word is signed that will most likely not do what is hoped for; None: nobody is.
 
-    Raises: OperatorError: `agree` refuses, the key is not the owner's, the word makes no sense, or it is not certified within
-    `wait_s`: then it may still be later.
+    Raises: OperatorError: `agree` refuses, the key is not the owner's, the word makes no sense, or it is not
+    certified within `wait_s`: then it may still be later.
     """
     signer = owner_of(seen, key)
     await seen.catch_up()
@@ -132,8 +132,8 @@ def _doubt(seen: SeenRun, wanted: Wanted) -> str:
     if reached <= rules.target_tokens:
         return (
             f"{words} At the pace so far it will have about {reached:,} tokens then, below its target of "
-            f"{rules.target_tokens:,} already: with another target only the learning rate would end higher. A "
-            "run that goes on is a fork: p2pdiloco run fork --set run.outer_steps=N."
+            f"{rules.target_tokens:,} already: with another target only the learning rate would end higher. "
+            "A run that goes on is a fork: p2pdiloco run fork --set run.outer_steps=N."
         )
     seen.told.say(f"{words} At the pace so far it will have about {reached:,} tokens then.")
     return ""

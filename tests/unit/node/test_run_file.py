@@ -45,7 +45,10 @@ def test_values_of_every_table(tmp_path: Path) -> None:
         ("[outr]\nmu = 1\n", "unknown table [outr]; did you mean 'outer'?"),
         ("[outer]\nmue = 1\n", "[outer]: unknown key 'mue'; did you mean 'mu'?"),
         ("mu = 0.5\n", "mu stands outside a table: write it under [outer]."),
-        ("[inner]\ninner_steps = 2.5\n", "inner_steps = 2.5 is not possible"),
+        (
+            "[inner]\ninner_steps = 2.5\n",
+            "[inner] inner_steps is a whole number from 1 to 1,048,576; 2.5 is not",
+        ),
         ('[run]\ntokens = "many"\n', "'many' is not a number of tokens"),
         ("[committee]\ngenesis = 1\n", "unknown key 'genesis'"),
         ("[outer\n", "is not valid TOML"),
