@@ -10,6 +10,7 @@ import pytest
 from p2pdiloco.diloco.compress import Origin, decode, encode
 from p2pdiloco.diloco.global_state import GlobalState, roots_of
 from p2pdiloco.ids import Digest, digest_of
+from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.outer_step import Candidate, plan_outer_step
 from p2pdiloco.rules.state import after_outer_step, genesis_state
 from p2pdiloco.sim.arithmetic import Arithmetic
@@ -18,10 +19,11 @@ from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.codec import encode as encode_struct
 from p2pdiloco.wire.log import OuterStep
+from p2pdiloco_node.export.kept import Kept
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
-from p2pdiloco_node.verify import _Kept, _Replay
+from p2pdiloco_node.verify import _Replay
 
 NODES = [FastSigner(f"node {i}") for i in range(3)]
 RUN = tiny_run(FastSigner("owner"), FastSigner("witness").peer_id, codec="topk128")
@@ -88,8 +90,10 @@ def test_node_verify_and_simulator_agree(
     folder.mkdir()
     for delta, data in deltas.items():
         (folder / delta.hex()).write_bytes(data)
-    kept = _Kept(tmp_path, tmp_path, (folder,), tmp_path, whole=False)
-    replay = _Replay(kept, RUN.run, RUN.spec, GlobalState(RUN.params.copy(), RUN.momentum))
+    log = RunLog(RUN.id, RUN.spec)
+    replay = _Replay(
+        Kept(tmp_path, tmp_path, (folder,)), log, RUN.spec, GlobalState(RUN.params.copy(), RUN.momentum)
+    )
     replay._outer_step(1, genesis_state(RUN.spec), step)
 
     before = StateFiles(0, 0, RUN.params, RUN.momentum, b"")

@@ -31,7 +31,7 @@ from p2pdiloco_node.corpus.sources import find_files
 from p2pdiloco_node.lab.study import read_regular
 
 CORE = (  # of p2pdiloco: what a run imports
-    "errors.py", "ids.py", "limits.py", "run_spec.py", "rules", "diloco", "wire",
+    "errors.py", "exit_codes.py", "ids.py", "limits.py", "run_spec.py", "rules", "diloco", "wire",
     "sim/lab", "sim/chance.py", "sim/clock.py", "sim/keys.py", "sim/tiny_run.py",
 )  # fmt: skip
 MODEL = (  # of p2pdiloco_node, for arms with a model
@@ -39,7 +39,8 @@ MODEL = (  # of p2pdiloco_node, for arms with a model
     "training/activations.py", "training/adamw.py", "training/arrays.py", "training/data.py",
     "training/device.py", "training/flat_params.py", "training/moments_file.py", "training/rank_group.py",
     "training/families.py", "training/inner_loop.py", "training/losses.py", "training/machine.py",
-    "training/memory_plan.py", "training/models.py", "training/presets.py", "training/shapes.py",
+    "training/memory_plan.py", "training/models.py", "training/presets.py", "training/ram.py",
+    "training/shapes.py",
     "training/shard_plan.py", "training/sharded_params.py",
     "corpus/documents.py", "corpus/held_out.py", "corpus/in_memory.py", "corpus/readers.py",
     "corpus/sources.py", "corpus/streams.py", "corpus/tables.py", "corpus/token_input.py",

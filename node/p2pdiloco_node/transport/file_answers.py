@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,12 @@ class FileAnswers:
 
     async def _send(self, answer: web.StreamResponse, path: Path, first: int, length: int) -> None:
         """Raises: TooSlow; OSError if the file or the connection is gone."""
-        file = await asyncio.to_thread(path.open, "rb")
+        opening = asyncio.ensure_future(asyncio.to_thread(path.open, "rb"))
+        try:
+            file = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close)  # who asked has gone; the thread goes on and opens it
+            raise
         try:
             await asyncio.to_thread(file.seek, first)
             async with Paced(self._pace.for_size(length)) as paced:
@@ -112,3 +118,8 @@ def _range(text: str, size: int) -> tuple[int, int]:
     if first > last:
         raise PeerError("BAD_RANGE", f"there are {size} bytes")
     return first, last
+
+
+def _close(opening: asyncio.Future[BufferedReader]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

@@ -166,12 +166,13 @@ async def test_the_log_is_replayed_in_slices_and_new_entries_find_their_place(
 
     async def vote() -> None:
         nonlocal turns
-        for _ in range(1000):
+        while not replayed.done():
             await asyncio.sleep(0)
             turns += 0 < len(stage.told) < 20
 
     stage.meanwhile = {5: lambda: stage.steps(1), 6: early}
-    await asyncio.gather(stage.feed.begin(), vote())
+    replayed = asyncio.ensure_future(stage.feed.begin())
+    await asyncio.gather(replayed, vote())
     assert turns >= 10
     assert stage.told == list(range(1, 22))
     assert stage.feed.builder.history.points[-1].when_unix is not None, "it came in this life"
