@@ -60,7 +60,7 @@ test: $(VENV)/.dev-installed
 	@echo "==> 3/5 simulated swarms ($(JOBS) processes)"
 	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/sim
 	@echo "==> 4/5 commands as people give them ($(JOBS) processes)"
-	$(PYTEST) -q -n $(JOBS) -m "$(REAL)" tests/e2e
+	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "$(REAL)" tests/e2e
 	@echo "==> 5/5 whole swarms of real processes under faults, one at a time"
 	$(PYTEST) -m "$(ALONE)" tests
 
@@ -76,7 +76,7 @@ sim: $(VENV)/.dev-installed
 	$(PYTEST) -q -n $(JOBS) -m "$(PURE)" tests/sim
 
 e2e: $(VENV)/.dev-installed
-	$(PYTEST) -q -n $(JOBS) -m "$(REAL)" tests/e2e
+	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "$(REAL)" tests/e2e
 	$(PYTEST) -m "$(ALONE)" tests
 
 test-long: $(VENV)/.dev-installed

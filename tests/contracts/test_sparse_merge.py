@@ -90,7 +90,7 @@ def test_node_verify_and_simulator_agree(
     folder.mkdir()
     for delta, data in deltas.items():
         (folder / delta.hex()).write_bytes(data)
-    log = RunLog(RUN.id, RUN.spec)
+    log = RunLog(RUN.run, RUN.spec)
     replay = _Replay(
         Kept(tmp_path, tmp_path, (folder,)), log, RUN.spec, GlobalState(RUN.params.copy(), RUN.momentum)
     )

@@ -74,7 +74,7 @@ def web_server(answers: dict[str, bytes]) -> Iterator[str]:
         (["node", "http://127.0.0.1:1/#ab"], 2, "did you mean --join 'http://127.0.0.1:1/#ab'?"),
         (["status", "now"], 2, "'now' stands alone, without a flag before it (see"),
         (["tracker", "--run", "nowhere"], 3, "There is no run in nowhere"),
-        (["verify", "nowhere"], 3, "There is no kept run in nowhere"),
+        (["verify", "nowhere"], 3, "There is no folder nowhere"),
         (
             ["run", "new", "--name", "x", "--model", "llama:9t", "--out", "x"],
             2,
@@ -94,7 +94,7 @@ def web_server(answers: dict[str, bytes]) -> Iterator[str]:
         (
             ["run", "new", "--name", "x", "--model", "llama:tiny", "--out", "x", "--outer-steps", "-1"],
             2,
-            "--outer-steps is 0 to",
+            "--outer-steps is a whole number from 0 to",
         ),
         (
             ["run", "new", "--name", "x", "--model", "llama:tiny", "--out", "x", "--inner-steps", "9" * 30],
