@@ -2,7 +2,7 @@
 
     DIR/witness.key      the witness's key, made first (0600)
     DIR/blobs/DIGEST     data shards, evaluation sets, the tokenizer, version 0 in chunks
-    DIR/making/          what is known of the data while they are made; gone when the run is signed
+    DIR/making/          what is known of the data, and version 0, while they are made; gone when it is signed
     DIR/spec.bin         the signed RunSpec, written last: a folder without it is no run
 
 The owner's key is never in DIR: whoever serves a run must not be able to speak for its owner.
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,12 +166,14 @@ async def create_run(
         replace_file(files, out / BLOBS / digest.hex(), blob)
 
     told.progress("Making version 0", 0.0)
-    spec_model, params_0, notes = await make_version_0(
-        choice,
-        secrets.randbits(62) if order.seed is None else order.seed,
-        vocab_size=shards.tokenizer.vocab_size,
-        folder=out,
-    )
+    make_folder(files, out / MAKING)
+    with sigterm_is_ctrl_c():
+        spec_model, params_0, notes = await make_version_0(
+            choice,
+            secrets.randbits(62) if order.seed is None else order.seed,
+            vocab_size=shards.tokenizer.vocab_size,
+            folder=out / MAKING,
+        )
     for note in notes:
         told.say(note)
     encoded = await asyncio.to_thread(
@@ -206,6 +210,22 @@ async def create_run(
     await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
+
+
+@contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends what the event loop runs as Ctrl-C does, unless somebody else answers it (`demo`)."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or (
+        threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def check_order(order: Order, declared: Declared) -> tuple[ModelChoice, Loops]:

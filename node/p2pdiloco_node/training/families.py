@@ -100,6 +100,11 @@ ABOUT_THE_FILE = frozenset(
 )  # fmt: skip
 LAYER_COUNTS = ("num_hidden_layers", "n_layer")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts")
+# A model without one of these builds, and cannot train.
+AT_LEAST_1 = (
+    *LAYER_COUNTS, "num_local_experts", "hidden_size", "n_embd", "intermediate_size",
+    "num_experts_per_tok", "num_attention_heads", "n_head",
+)  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions")
 
 
@@ -147,6 +152,9 @@ def check_values(family: str, config: Mapping[str, Any]) -> None:
             raise _fault(f"{key} is {value!r}: a dropout is from 0 to less than 1")
         if key in facts.must_be_false and value:
             raise _fault(f"{key} is set: such a model is not trained as a language model here")
+    for key in AT_LEAST_1:
+        if (value := config.get(key)) is not None and not (isinstance(value, int) and value >= 1):
+            raise _fault(f"{key} is {value!r}: a model has at least 1")
     _check_most(config, LAYER_COUNTS, limits.model_layers_max, "layers")
     _check_most(config, EXPERT_COUNTS, limits.model_experts_max, "experts")
 

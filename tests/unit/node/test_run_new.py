@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.run_new import check_folder, sigterm_is_ctrl_c
+from p2pdiloco_node.training.families import ModelRefused, check_values
 
 NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.txt", "--out", "n"]
 
@@ -67,3 +72,40 @@ def test_version_0_is_in_the_forecast_of_the_disk(
     assert run_command([*NEW[:4], "--model", "llama:1m", *NEW[6:]]) == 6
     assert re.search(r"version 0 of the model takes \S+ MB", capsys.readouterr().err)
     assert [p.name for p in tmp_path.iterdir()] == ["texts"]
+
+
+def test_what_a_killed_call_left_of_version_0_is_taken_up(tmp_path: Path) -> None:
+    """Its folder is inside the one that the next call knows."""
+    (tmp_path / "making" / "p2pdiloco-genesis-x").mkdir(parents=True)
+    check_folder(tmp_path)
+
+
+def test_sigterm_cleans_up_as_ctrl_c_does() -> None:
+    cleaned = []
+
+    async def life() -> None:
+        with sigterm_is_ctrl_c():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.Event().wait()
+            finally:
+                cleaned.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(life())
+    assert cleaned == [1]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "num_hidden_layers"),
+        ("llama", "intermediate_size"),
+        ("mixtral", "num_experts_per_tok"),
+        ("mixtral", "num_local_experts"),
+    ],
+)
+def test_a_model_of_nothing_is_refused(family: str, key: str) -> None:
+    with pytest.raises(ModelRefused, match=f"{key} is 0: a model has at least 1"):
+        check_values(family, {key: 0})
