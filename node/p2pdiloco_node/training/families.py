@@ -155,6 +155,7 @@ def check_values(family: str, config: Mapping[str, Any]) -> None:
     for key in AT_LEAST_1:
         if (value := config.get(key)) is not None and not (isinstance(value, int) and value >= 1):
             raise _fault(f"{key} is {value!r}: a model has at least 1")
+    _check_trainable(config)
     _check_most(config, LAYER_COUNTS, limits.model_layers_max, "layers")
     _check_most(config, EXPERT_COUNTS, limits.model_experts_max, "experts")
 
@@ -197,6 +198,29 @@ def _check_plain(key: str, value: Any, *, depth: int) -> None:
                 _check_plain(f"{key}.{name}" if isinstance(value, dict) else key, item, depth=depth + 1)
         case _:
             raise _fault(f"{key} is a {type(value).__name__}, no plain value")
+
+
+def _check_trainable(config: Mapping[str, Any]) -> None:
+    """Values with which a class builds a model whose first loss raises or is not a number."""
+    for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "rope_theta"):
+        _check_above_0(key, config.get(key))
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(inside := config.get(key), dict):
+            for name in ("rope_theta", "factor"):
+                _check_above_0(f"{key}.{name}", inside.get(name))
+    each = config.get("num_experts_per_tok")
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        experts = config.get(key)
+        if isinstance(each, int) and isinstance(experts, int) and each > experts:
+            raise _fault(f"num_experts_per_tok is {each}, more than {key}, which is {experts}")
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise _fault(f"num_attention_heads is {heads}, no multiple of num_key_value_heads, which is {shared}")
+
+
+def _check_above_0(key: str, value: Any) -> None:
+    if isinstance(value, int | float) and not value > 0:
+        raise _fault(f"{key} is {value!r}: it is above 0")
 
 
 def _check_most(config: Mapping[str, Any], keys: tuple[str, ...], most: int, what: str) -> None:

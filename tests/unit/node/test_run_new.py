@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,3 +110,18 @@ def test_sigterm_cleans_up_as_ctrl_c_does() -> None:
 def test_a_model_of_nothing_is_refused(family: str, key: str) -> None:
     with pytest.raises(ModelRefused, match=f"{key} is 0: a model has at least 1"):
         check_values(family, {key: 0})
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"num_experts_per_tok": 5, "num_local_experts": 2}, "num_experts_per_tok is 5, more than"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0: it is above 0"),
+        ({"rope_theta": 0}, "rope_theta is 0: it is above 0"),
+        ({"rope_scaling": {"factor": 0.0}}, "rope_scaling.factor is 0.0"),
+    ],
+)
+def test_a_model_that_cannot_train_is_refused_by_its_keys(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelRefused, match=key):
+        check_values("mixtral", config)
