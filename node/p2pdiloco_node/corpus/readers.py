@@ -208,7 +208,7 @@ def _json_lines(entry: Input, first: int, stop: int, key: str, *, aligned: bool)
                 documents.append(getattr(decoder.decode(line), field))
                 ats.append(place)
                 checked = True
-            except (msgspec.DecodeError, UnicodeError) as error:
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 fault = Broken(place, f"it is no JSON with a text {key!r} ({error})")
                 if not checked:
                     _check_key(entry, line, key, place)
@@ -220,7 +220,7 @@ def _check_key(entry: Input, line: bytes, key: str, at: int) -> None:
     """The first lines say whether the key is the right one. Raises: OperatorError."""
     try:
         found = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return
     names = list(found) if isinstance(found, dict) else []
     if key in names:

@@ -172,6 +172,12 @@ def _in_folder(folder: Path) -> Iterator[Path]:
 def _input(path: Path, source: int, text_key: str) -> Input:
     kind, packed = kind_of(path)
     try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise OperatorError(
+            f"the name of {str(path)!a} is no UTF-8; give the file another name, or leave it out with --data."
+        ) from None
+    try:
         found = path.stat()
     except OSError as error:
         raise OperatorError(

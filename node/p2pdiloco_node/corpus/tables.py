@@ -55,6 +55,11 @@ def read_parquet(path: Path, column: str, groups: range, first: int) -> Iterator
             row += meta.num_rows
             continue
         mean = max(1, meta.column(number).total_uncompressed_size // max(1, meta.num_rows))
+        if mean > limits.corpus_line_bytes_max:  # before it is in memory, several times over
+            raise OperatorError(
+                f"{path} has rows of {mean >> 20} MiB of text each from row {row} on, more than "
+                f"{limits.corpus_line_bytes_max >> 20}: cut them into documents first, or leave it out."
+            )
         size = min(max(1, BATCH_BYTES // mean), BATCH_ROWS_MAX)
         try:
             for batch in file.iter_batches(batch_size=size, row_groups=[group], columns=[column]):
@@ -142,6 +147,10 @@ def _open_parquet(path: Path, column: str) -> Any:
         raise _no_parquet(path, error) from None
     if column not in schema.names:
         raise OperatorError(f"{path} has no column {column!r}{columns_words(schema.names)}.")
+    if schema.names.count(column) > 1:
+        raise OperatorError(
+            f"{path} has {schema.names.count(column)} columns {column!r}: give them names of their own."
+        )
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)

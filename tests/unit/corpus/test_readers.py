@@ -128,6 +128,7 @@ def test_a_large_file_is_cut_at_paragraphs(tmp_path: Path) -> None:
         (b'{"text": "a"}\nnonsense\n{"text": 7}\n{"other": "b"}\n["c"]\n{"text": "d"}\n', [2, 3, 4, 5]),
         (b'{"text": "a"}\n\n{"text": "\xff"}\n{"text": "b\n', [3, 4]),
         (b'{"text": "a"}\n{"text": "\\ud800"}\n', [2]),
+        (b'{"text": "a"}\n{"x": ' + b"[" * 200_000 + b"]" * 200_000 + b', "text": "b"}\n', [2]),
     ],
 )
 def test_broken_lines_are_named_and_passed_over(tmp_path: Path, data: bytes, broken: list[int]) -> None:

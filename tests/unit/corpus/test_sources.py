@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,13 @@ def test_the_standard_library_is_the_default() -> None:
     assert all(p.suffix == ".py" for p in files)
     assert not any("test" in p.parts or "site-packages" in p.parts for p in files)
     assert [Path(entry.path) for entry in find_inputs(None, text_key="text")] == files == sorted(files)
+
+
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff\xfe.txt")).write_text("text")
+    with pytest.raises(OperatorError, match=r"fe\.txt' is no UTF-8; give the file another name") as caught:
+        find_inputs([str(tmp_path)], text_key="text")
+    str(caught.value).encode()
 
 
 def test_what_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,19 @@ def test_text_that_is_not_utf_8_is_broken_and_named_by_row(tmp_path: Path) -> No
 
 
 def test_a_cell_that_is_too_long_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "corpus_line_bytes_max", 10)
-    entry = entry_of(tmp_path / "x.parquet", pa.table({"text": ["a", "b" * 11]}))
+    monkeypatch.setattr(limits, "corpus_line_bytes_max", 200)
+    entry = entry_of(tmp_path / "x.parquet", pa.table({"text": [*"abcdef", "g" * 201]}))
     (batch,) = read_part(entry, Part(0, 0, 1), FORM)
-    assert (batch.texts, batch.empty, len(batch.broken)) == ([b"a"], 0, 1)
+    assert (batch.texts, batch.empty, len(batch.broken)) == ([*map(str.encode, "abcdef")], 0, 1)
+
+
+def test_rows_that_are_all_too_long_are_refused_before_they_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entry_of(tmp_path / "x.parquet", pa.table({"text": ["g" * 4 * 2**20]}))
+    monkeypatch.setattr(limits, "corpus_line_bytes_max", 2**20)
+    with pytest.raises(OperatorError, match=r"x\.parquet has rows of 4 MiB of text each from row 0 on"):
+        list(read_part(entry, Part(0, 0, 1), FORM))
 
 
 def test_what_is_no_table_of_text_is_refused(tmp_path: Path) -> None:
@@ -80,6 +89,10 @@ def test_what_is_no_table_of_text_is_refused(tmp_path: Path) -> None:
         parquet_text_bytes(path, "text")
     with pytest.raises(OperatorError, match=r"column 'id' of .* holds int64, no text"):
         parquet_text_bytes(path, "id")
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, path)
+    with pytest.raises(OperatorError, match=r"x\.parquet has 2 columns 'text'"):
+        parquet_text_bytes(path, "text")
     with pytest.raises(OperatorError, match=r"none\.parquet cannot be read"):
         parquet_text_bytes(tmp_path / "none.parquet", "text")
 
