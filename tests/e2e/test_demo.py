@@ -98,7 +98,13 @@ def test_the_demo_with_faults(tmp_path: Path) -> None:
     assert max(s["longest_inner_gap_s"].values()) <= 3.0, said(tmp_path)
 
 
-@pytest.mark.parametrize("moment", [r"to time an inner step", r"version \d+ of \d+; node-1 training"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        r"to time an inner step",
+        pytest.param(r"version \d+ of \d+; node-1 training", marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_ends_everything_within_five_seconds(tmp_path: Path, moment: str) -> None:
     process = demo("--outer-steps", "200", "--inner-steps", "8", folder=tmp_path)
     try:

@@ -116,6 +116,7 @@ async def test_a_rank_that_hangs_is_a_crash(run_folder: Path, tmp_path: Path) ->
     await end(task)
 
 
+@pytest.mark.long
 def test_one_rank_two_ddp_and_two_fsdp_are_one_swarm(tmp_path: Path) -> None:
     """And a node outlives a rank of its trainer."""
     run = make_run(tmp_path, versions=500)
