@@ -154,7 +154,7 @@ def check_values(family: str, config: Mapping[str, Any]) -> None:
             raise _fault(f"{key} is set: such a model is not trained as a language model here")
     for key in AT_LEAST_1:
         if (value := config.get(key)) is not None and not (isinstance(value, int) and value >= 1):
-            raise _fault(f"{key} is {value!r}: a model has at least 1")
+            raise _fault(f"{key} is {value!r}: it is a whole number, at least 1")
     _check_trainable(config)
     _check_most(config, LAYER_COUNTS, limits.model_layers_max, "layers")
     _check_most(config, EXPERT_COUNTS, limits.model_experts_max, "experts")

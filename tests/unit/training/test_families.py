@@ -204,7 +204,7 @@ def test_evaluation_drops_nothing_out() -> None:
         ("llama", {"rms_norm_eps": 1e300}, "numbers go up to"),
         ("llama", {"hidden_act": "silly"}, "did you mean 'silu'"),
         ("llama", {"num_hidden_layers": 10_000}, "up to 512 layers"),
-        ("llama", {"num_hidden_layers": -1}, "up to 512 layers"),
+        ("llama", {"num_hidden_layers": -1}, "it is a whole number, at least 1"),
         ("mixtral", {"num_local_experts": 5000}, "up to 1024 experts"),
         ("llama", {"attention_dropout": 1.0}, "from 0 to less than 1"),
         ("llama", {"x": "y" * 100}, "more than 64 characters"),
@@ -252,7 +252,7 @@ def built(family: str, config: dict[str, Any]) -> Any:
         ("llama", {"is_encoder_decoder": True}, "does not know"),
         ("llama", {"rope_theta": 1e4}, "does not know"),  # an old name: files may have it, runs have not
         ("llama", {"hidden_size": 30}, "cannot be made"),
-        ("llama", {"hidden_size": "32"}, "cannot be made"),
+        ("llama", {"hidden_size": "32"}, "hidden_size is '32': it is a whole number"),
         ("llama", {"hidden_size": 2**20, "vocab_size": 2**20}, r"up to 2\*\*36 parameters"),
         ("llama", {"max_position_embeddings": 2**24}, ""),  # frequencies are few: no table of positions
         ("gpt2", {"n_positions": 2**24, "n_embd": 2**16}, r"up to 2\*\*36 parameters"),
