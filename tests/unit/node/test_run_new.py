@@ -108,7 +108,7 @@ def test_sigterm_cleans_up_as_ctrl_c_does() -> None:
     ],
 )
 def test_a_model_of_nothing_is_refused(family: str, key: str) -> None:
-    with pytest.raises(ModelRefused, match=f"{key} is 0: a model has at least 1"):
+    with pytest.raises(ModelRefused, match=f"{key} is 0: it is a whole number, at least 1"):
         check_values(family, {key: 0})
 
 
