@@ -174,7 +174,8 @@ class _Making:
             so_far = done
             for number in open_ended - finished:
                 so_far += limits.portion_bytes * len(list(work.segments.glob(f"{number:06}-*.seg")))
-            self._told.progress("Reading", min(so_far, total or so_far), total, IN_BYTES)
+            # There may be more in compressed files than they looked like; how much, is unknown then.
+            self._told.progress("Reading", so_far, total if so_far <= total else 0, IN_BYTES)
 
         look()
         tasks = [(self._root, number) for number in range(len(portions))]
@@ -252,11 +253,19 @@ class _Making:
                 done += split.buckets[bucket]
             else:
                 todo.append((self._root, bucket))
-        self._told.progress("Tokenising", done, total, IN_BYTES)
-        for bucket, tokens in self._processes.each(tokenising.tokenise_bucket, todo):
+        left = {bucket for _, bucket in todo}
+        token = tokenizer.vocabulary.token_bytes / (1 if command.tokenizer == BYTES else BYTES_PER_TOKEN)
+
+        def look() -> None:
+            begun = sum(min(split.buckets[b], int(work.begun_bytes(b) / token)) for b in left)
+            self._told.progress("Tokenising", done + begun, total, IN_BYTES)
+
+        look()
+        for bucket, tokens in self._processes.each(tokenising.tokenise_bucket, todo, look):
             counts[bucket] = tokens
+            left.discard(bucket)
             done += split.buckets[bucket]
-            self._told.progress("Tokenising", done, total, IN_BYTES)
+            look()
         tokenised = Tokenised(tokenizer.vocabulary, tuple(counts))
         work.keep(tokenised)
         return tokenised

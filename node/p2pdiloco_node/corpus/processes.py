@@ -7,7 +7,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing.connection import wait as wait_for
@@ -26,12 +33,12 @@ class Stopped(Exception):
 
 
 class Processes:
-    """`jobs` processes; 0: everything is done here. Tasks are a module's functions; what they raise is raised
-    here, too."""
+    """`jobs` processes; 0: everything is done in this one, by one thread. Tasks are a module's functions;
+    what they raise is raised here, too."""
 
     def __init__(self, jobs: int, stop: threading.Event) -> None:
-        self._jobs, self._stop = jobs, stop
-        self._pool: ProcessPoolExecutor | None = None
+        self._jobs, self._stop = max(1, jobs), stop
+        self._pool: Executor = ThreadPoolExecutor(1)
         if jobs:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(jobs,))
@@ -42,9 +49,7 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is None:
-            return
-        if kind is not None:
+        if kind is not None and isinstance(self._pool, ProcessPoolExecutor):
             # What they are at is worth nothing now: a file that is not whole has no name yet.
             for process in list((self._pool._processes or {}).values()):
                 process.kill()
@@ -65,11 +70,6 @@ class Processes:
 
         Raises: Stopped; OperatorError: a process was killed; what `work` raises.
         """
-        if self._pool is None:
-            for task in tasks:
-                self.check()
-                yield work(*task)
-            return
         waiting = iter(tasks)
         running: set[Future[T]] = set()
         while True:

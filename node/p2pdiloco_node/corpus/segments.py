@@ -8,7 +8,8 @@ after bucket is the shuffled corpus, whatever the number of segments, buckets an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import compress, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,21 +66,14 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slice(NamedTuple):
-    """One bucket's documents, in no order."""
+    """Documents of one bucket, in no order, without copies."""
 
     records: Index
-    texts: bytes  # one after the other
+    texts: list[bytes]
 
     def documents(self, places: npt.NDArray[np.int64]) -> list[bytes]:
         """Texts of these documents, in this order."""
-        ends = np.cumsum(self.records["size"], dtype=np.int64)
-        starts = ends - self.records["size"]
-        return [self.texts[a:b] for a, b in zip(starts[places].tolist(), ends[places].tolist(), strict=True)]
-
-    def within(self, number: int, buckets: int) -> Slice:
-        """Those of one of so many buckets."""
-        places = np.flatnonzero(bucket_of(self.records, buckets) == number)
-        return Slice(self.records[places], b"".join(self.documents(places)))
+        return [self.texts[place] for place in places.tolist()]
 
 
 class Builder:
@@ -105,7 +99,8 @@ class Builder:
         """Raises: what `write` raises."""
         index: Index = np.concatenate([np.empty(0, RECORD), *self._indices])
         bucket = bucket_of(index, self._buckets)
-        by_bucket = np.argsort(bucket, kind="stable")
+        # Buckets are ranges of the order, and so are the parts in which one may be read.
+        by_bucket = np.argsort(index["order"], kind="stable")
         cuts = np.searchsorted(bucket[by_bucket], np.arange(self._buckets + 1))
         packer = zstandard.ZstdCompressor(level=LEVEL)
         records: list[bytes] = []
@@ -138,11 +133,8 @@ class Segment:
     def buckets(self) -> int:
         return len(self._table)
 
-    def text_bytes(self, bucket: int) -> int:
-        return int(self._table[bucket, 4])
-
     def records(self, bucket: int) -> Index:
-        """What is known of a bucket's documents, without their text."""
+        """What is known of a bucket's documents, in their order, without their text."""
         size, _, _, count, _ = self._table[bucket].tolist()
         if not count:
             return np.empty(0, RECORD)
@@ -152,16 +144,14 @@ class Segment:
         unpacked = zstandard.ZstdDecompressor().decompress(packed, max_output_size=count * RECORD.itemsize)
         return np.frombuffer(unpacked, RECORD)
 
-    def read(self, bucket: int) -> Slice:
-        """Records and text."""
-        _, at, size, count, length = self._table[bucket].tolist()
-        if not count:
-            return Slice(np.empty(0, RECORD), b"")
+    def texts(self, bucket: int) -> Generator[bytes]:
+        """The text of each of its records, one after the other; held is what is not unpacked yet."""
+        _, at, size, _, _ = self._table[bucket].tolist()
         with self.path.open("rb") as file:
             file.seek(self._records_at + int(self._table[:, 0].sum()) + at)
-            packed = file.read(size)
-        text = zstandard.ZstdDecompressor().decompress(packed, max_output_size=length)
-        return Slice(self.records(bucket), text)
+            unpacked = zstandard.ZstdDecompressor().stream_reader(file.read(size))
+        for length in self.records(bucket)["size"].tolist():
+            yield unpacked.read(length)
 
 
 def bucket_of(index: Index, buckets: int) -> npt.NDArray[np.int64]:
@@ -170,25 +160,36 @@ def bucket_of(index: Index, buckets: int) -> npt.NDArray[np.int64]:
 
 
 def read_bucket(segments: Sequence[Segment], bucket: int) -> Iterator[tuple[Slice, npt.NDArray[np.int64]]]:
-    """A bucket of all segments, and the places in it of what stays, shuffled: of copies only the first.
+    """A bucket of all segments, and the places in it of its documents, shuffled: of copies only the first.
 
-    How many buckets there are was chosen before the corpus was read. Where there was more text in it than
+    How many buckets there are was chosen before the corpus was read. Where more text stays of it than
     compressed files looked like, a bucket comes in equal ranges of the order, one after the other, of about
-    `limits.bucket_bytes` each: in memory there is one of them, and of what comes out nothing changes.
+    `limits.bucket_bytes` each: in memory there is one of them, and of what comes out nothing changes. Every
+    text is unpacked once, copies and all, because a segment has its documents in the order, too.
     """
-    size = sum(segment.text_bytes(bucket) for segment in segments)
-    if not size:
+    each = [segment.records(bucket) for segment in segments]
+    records: Index = np.concatenate([np.empty(0, RECORD), *each])
+    if not len(records):
         return
+    stays = np.zeros(len(records), np.bool_)
+    stays[first_of_copies(records)] = True
+    size = int(records["size"][stays].sum(dtype=np.int64))
     buckets = segments[0].buckets
     parts = min(-(-size // limits.bucket_bytes), BUCKETS_MAX // buckets)
+    starts = np.cumsum([0, *map(len, each)])
+    edges = bucket * parts + np.arange(parts + 1)
+    # Where in each segment each part begins, and the last one ends.
+    cuts = [np.searchsorted(bucket_of(index, buckets * parts), edges) for index in each]
+    readers = [segment.texts(bucket) for segment in segments]
     for part in range(parts):
-        slices = []
-        for segment in segments:
-            piece = segment.read(bucket)
-            slices.append(piece if parts == 1 else piece.within(bucket * parts + part, buckets * parts))
-        whole = Slice(
-            np.concatenate([np.empty(0, RECORD), *(s.records for s in slices)]),
-            b"".join(s.texts for s in slices),
-        )
-        kept = first_of_copies(whole.records)
-        yield whole, kept[shuffled(whole.records[kept])]
+        places: list[npt.NDArray[np.int64]] = []
+        texts: list[bytes] = []
+        for start, cut, reader in zip(starts.tolist(), cuts, readers, strict=False):
+            first, last = cut[part : part + 2].tolist()
+            stay = stays[start + first : start + last]
+            places.append(start + first + np.flatnonzero(stay))
+            texts += compress(islice(reader, last - first), stay.tolist())
+            if part == parts - 1:
+                reader.close()
+        whole = Slice(records[np.concatenate(places)], texts)
+        yield whole, shuffled(whole.records)

@@ -31,7 +31,7 @@ from p2pdiloco_node.corpus.held_out import Split
 from p2pdiloco_node.corpus.readers import END, Part
 from p2pdiloco_node.corpus.sources import HUB, JSONL, PARQUET, TEXT, TOKENS, Input
 from p2pdiloco_node.corpus.tokenizer import Vocabulary
-from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file_by
+from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file_by
 
 T = TypeVar("T")
 SHARD_LINE = re.compile(r"(\d+) ([0-9a-f]{64}) (\d+) (\d+)\n")
@@ -131,6 +131,14 @@ class Work:
 
     def tokens_of(self, bucket: int) -> Path:
         return self.tokens / f"{bucket:06}"
+
+    def begun_bytes(self, bucket: int) -> int:
+        """Of tokens of a bucket that is on its way."""
+        path = self.tokens_of(bucket)
+        try:
+            return path.with_name(path.name + TEMPORARY).stat().st_size
+        except OSError:
+            return 0
 
     def held_of(self, bucket: int) -> Path:
         return self.tokens / f"{bucket:06}.held"

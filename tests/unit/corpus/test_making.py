@@ -7,7 +7,7 @@ import gzip
 import json
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,15 +164,46 @@ def test_more_text_than_files_looked_like_does_not_take_more_memory(
 
     def seen(parts: Sequence[Segment], bucket: int) -> Iterator[tuple[Slice, Any]]:
         for part, places in segments.read_bucket(parts, bucket):
-            sizes.append(len(part.texts))
+            sizes.append(sum(map(len, part.texts)))
             yield part, places
 
+    unpacked: list[Path] = []
+    texts = Segment.texts
+
+    def unpack(segment: Segment, bucket: int) -> Generator[bytes]:
+        unpacked.append(segment.path)
+        return texts(segment, bucket)
+
     monkeypatch.setattr(tokenising, "read_bucket", seen)
+    monkeypatch.setattr(Segment, "texts", unpack)
     monkeypatch.setattr(Plan, "buckets", property(lambda _: 1))
     monkeypatch.setattr(limits, "bucket_bytes", 64 << 10)
     assert make_data(Request([str(folder)], tokenizer=tokenizer), tmp_path / "as it is", Quiet()) == whole
     assert len(sizes) > 10
     assert max(sizes) < 2 * limits.bucket_bytes
+    # Nor is a text unpacked again for each part: a thousandfold archive has a thousand of them.
+    assert len(unpacked) <= (2 if tokenizer == "bpe:300" else 1) * len(set(unpacked))
+
+
+def test_copies_do_not_count_as_text_that_is_there(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six thousand copies of one document are one part, not six thousand."""
+    copies = folder / "copies.jsonl"
+    copies.write_bytes(msgspec.json.encode({"text": "again and again " * 200}) + b"\n")
+    copies.write_bytes(copies.read_bytes() * 600)
+    parts: list[int] = []
+
+    def seen(all_of: Sequence[Segment], bucket: int) -> Iterator[tuple[Slice, Any]]:
+        for part, places in segments.read_bucket(all_of, bucket):
+            parts.append(len(places))
+            yield part, places
+
+    monkeypatch.setattr(tokenising, "read_bucket", seen)
+    monkeypatch.setattr(Plan, "buckets", property(lambda _: 1))
+    monkeypatch.setattr(limits, "bucket_bytes", 1 << 20)
+    make_data(Request([str(copies)]), tmp_path / "made", Quiet())
+    assert parts == [1]
 
 
 def test_of_a_document_that_is_cut_the_text_that_is_there_counts(
