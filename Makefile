@@ -62,7 +62,7 @@ test: $(VENV)/.dev-installed
 	@echo "==> 4/5 commands as people give them ($(JOBS) processes)"
 	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "$(REAL)" tests/e2e
 	@echo "==> 5/5 whole swarms of real processes under faults, one at a time"
-	$(PYTEST) -m "$(ALONE)" tests
+	$(PYTEST) -m "$(ALONE)" tests/e2e
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
@@ -77,7 +77,7 @@ sim: $(VENV)/.dev-installed
 
 e2e: $(VENV)/.dev-installed
 	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "$(REAL)" tests/e2e
-	$(PYTEST) -m "$(ALONE)" tests
+	$(PYTEST) -m "$(ALONE)" tests/e2e
 
 test-long: $(VENV)/.dev-installed
 	$(PYTEST) -v -m "long" tests

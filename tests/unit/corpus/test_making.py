@@ -250,8 +250,9 @@ def _saved(folder: Path, frame: bytes, piece: BlobRef) -> Path:
     return path
 
 
-def test_shards_are_even_and_at_most_four_mebibytes(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("\n\n".join(text(i, 400) for i in range(4000)))
+def test_shards_are_even_and_no_larger_than_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "frame_content_bytes_max", 256 << 10)
+    (tmp_path / "x.txt").write_text("\n\n".join(text(i, 400) for i in range(250)))
     data = make_data(Request([f"{tmp_path}/x.txt"], jobs=1), tmp_path / "out", Quiet())
     sizes = [s.tokens for s in data.shards]
     assert len(sizes) == 3

@@ -144,7 +144,7 @@ def test_a_config_that_makes_another_model_than_the_run_s_is_not_written() -> No
     """It would have whoever loads the folder make memory and params of its own."""
     _, spec, _ = tiny("llama")
     words = TokenizerSpec("bytes", 256, 9)
-    said = json.loads(spec.config) | {"num_hidden_layers": 512, "intermediate_size": 2**20}
+    said = json.loads(spec.config) | {"num_hidden_layers": 32, "intermediate_size": 2**24}
     lying = msgspec.structs.replace(spec, config=json.dumps(said, sort_keys=True).encode())
     with pytest.raises(OperatorError, match=r"does not take this run's model \(The run names"):
         full_config(model_config(lying, words, "float32"), lying, trainer_environment(1))
