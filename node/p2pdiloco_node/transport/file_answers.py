@@ -105,7 +105,8 @@ class FileAnswers:
                     self._traffic.up_data += len(data)
                     length -= len(data)
         finally:
-            await asyncio.to_thread(file.close)
+            # At once: a loop that is ending lends no threads. A read that is under way is waited for.
+            file.close()
 
 
 def _range(text: str, size: int) -> tuple[int, int]:
