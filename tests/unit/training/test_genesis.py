@@ -187,3 +187,4 @@ def test_values_that_are_not_finite_are_no_start(whole: Path, tmp_path: Path) ->
     tensors["model.norm.weight"][3] = np.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(OperatorError, match="not finite"):
+        made(str(folder), tmp_path)
