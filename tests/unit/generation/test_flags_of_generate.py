@@ -1,4 +1,4 @@
-"""Each flag of `generate` is in what the process with the model is asked (test_generate.py has what it does)."""
+"""Each flag of `generate` is in what the process with the model is asked (the rest: test_generate.py)."""
 
 from __future__ import annotations
 
