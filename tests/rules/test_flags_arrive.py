@@ -48,6 +48,20 @@ DAEMON = {
     "--log-level": ("debug", "config.log_level"),
     "--config": ("other.toml", "config.log_level"),
 }
+FIGURES = {
+    "--name": ("tiny", "parts.run.name"),
+    "--tokens": ("5M", "parts.run.tokens"),
+    "--data": ("*.txt", "parts.data.data"),
+    "--outer-steps": ("5", "parts.run.outer_steps"),
+    "--inner-steps": ("5", "parts.inner.inner_steps"),
+    "--pass-s": ("5", "parts.inner.pass_s"),
+    "--batch": ("5", "parts.inner.sequences_per_step"),
+    "--lr": ("0.5", "parts.inner.lr"),
+    "--eval-every": ("5", "parts.run.eval_every"),
+    "--prompt": ("once", "parts.samples.prompts"),
+    "--set": ("outer.mu=0.5", "parts.outer.mu"),
+    "--config": ("run.toml", "parts.inner.weight_decay"),
+}
 OWNER, LAB = "p2pdiloco_node.owner.command", "p2pdiloco_node.lab.command"
 WORD = f"{OWNER}:print_word"
 COMMANDS: dict[tuple[str, ...], Command] = {
@@ -158,30 +172,18 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("run", "new"): Command(
         "p2pdiloco_node.run_made:print_made", "run new --out here",
-        EXPECTED | {
+        EXPECTED | FIGURES | {
             "--out": ("there", "out"),
-            "--name": ("tiny", "parts.run.name"),
             "--model": ("llama:tiny", "parts.model.model"),
-            "--tokens": ("5M", "parts.run.tokens"),
-            "--data": ("*.txt", "parts.data.data"),
             "--text-key": ("body", "parts.data.text_key"),
             "--tokenizer": ("bpe:300", "parts.data.tokenizer"),
             "--eval-per-source": ("", "parts.data.eval_per_source"),
             "--seed": ("5", "parts.model.seed"),
             "--jobs": ("5", "jobs"),
             "--admission": ("local", "parts.run.admission"),
-            "--outer-steps": ("5", "parts.run.outer_steps"),
-            "--inner-steps": ("5", "parts.inner.inner_steps"),
-            "--pass-s": ("5", "parts.inner.pass_s"),
             "--seq-len": ("5", "parts.model.seq_len"),
-            "--batch": ("5", "parts.inner.sequences_per_step"),
-            "--lr": ("0.5", "parts.inner.lr"),
             "--codec": ("topk64", "parts.outer.codec"),
             "--committee": ("5", "parts.committee.size_max"),
-            "--eval-every": ("5", "parts.run.eval_every"),
-            "--prompt": ("once", "parts.samples.prompts"),
-            "--set": ("outer.mu=0.5", "parts.outer.mu"),
-            "--config": ("run.toml", "parts.inner.weight_decay"),
             "--owner-key": ("mine.key", "owner_key"),
         },
     ),
@@ -203,14 +205,9 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("run", "fork"): Command(
         f"{OWNER}:print_forked", "run fork tiny-run --out here",
-        EXPECTED | {
+        EXPECTED | FIGURES | {
             "--out": ("there", "out"),
             "--version": ("5", "version"),
-            "--name": ("tiny", "parts.run.name"),
-            "--tokens": ("5M", "parts.run.tokens"),
-            "--data": ("*.txt", "parts.data.data"),
-            "--set": ("outer.mu=0.5", "parts.outer.mu"),
-            "--config": ("run.toml", "parts.inner.weight_decay"),
             "--owner-key": REACH["--owner-key"],
             "--json": REACH["--json"],
         },

@@ -141,6 +141,7 @@ def test_each_flag_of_run_fork_is_in_the_new_run(parent: KeptRun, capsys: pytest
     assert (same.outer, same.inner) == (before.outer, before.inner)
     flags = (
         "--name other --tokens 5M --data others.txt --set outer.mu=0.25 --config run.toml "
+        "--outer-steps 70 --inner-steps 9 --pass-s 6.5 --batch 3 --lr 0.002 --eval-every 3 --prompt once "
         "--owner-key fork.key --version 1 --json"
     )
     assert fork("other", flags) == 0
@@ -149,6 +150,9 @@ def test_each_flag_of_run_fork_is_in_the_new_run(parent: KeptRun, capsys: pytest
     assert other.parent is not None
     assert (shown["version"], other.parent.version) == (1, 1)
     assert (other.target_tokens, other.outer.mu, other.inner.weight_decay) == (5_000_000, 0.25, 0.05)
+    assert (other.target_version, other.eval_every, other.samples.prompts) == (70, 3, ("once",))
+    assert (other.inner.inner_steps, other.inner.pass_s) == (9, 6.5)
+    assert (other.inner.sequences_per_step, other.inner.lr) == (3, 0.002)
     assert other.data.shards != before.data.shards
     assert other.owner_key == load_or_make_key(Path("fork.key"), Files()).public_key != same.owner_key
     assert other.genesis.params != same.genesis.params
