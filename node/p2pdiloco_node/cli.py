@@ -223,7 +223,7 @@ def ranks(
     gpus: str | None = None,
     ranks: Whole | None = None,
     device: str | None = None,
-    threads: Whole = 1,
+    threads: Whole | None = None,
     nice: Whole = 5,
 ) -> int:
     """Lend this machine's GPUs to a node on another machine, as further ranks of its trainer.
@@ -249,10 +249,10 @@ def ranks(
     """
     from p2pdiloco_node.training.further_ranks import run_ranks
 
-    return run_ranks(
-        gpus=gpus or "", ranks=ranks or 1, device=device or "auto", nnodes=nnodes, node_rank=node_rank,
-        rdzv=rdzv, nice=nice, threads=threads,
-    )  # fmt: skip
+    given = {
+        "gpus": gpus, "ranks": ranks, "device": device, "nnodes": nnodes, "rdzv": rdzv, "threads": threads,
+    }  # fmt: skip
+    return run_ranks(load(NodeConfig, given, environment={}).values, node_rank=node_rank, nice=nice)
 
 
 @app.command
@@ -426,6 +426,8 @@ def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
         return f"there is no flag {word}; did you mean {slip['flag']!r}? (see {_help(arguments)})"
     if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
         command, lacking = " ".join(error.command_chain or ()), error.argument.names[0]
+        if any(word.partition("=")[0] in error.argument.names for word in arguments):
+            return f"{lacking} stands without a value (an unset variable?; see {_help(arguments)})"
         unknown = next((w for w in error.unused_tokens or () if w.startswith("--")), "")
         slip_too = f"there is no flag {unknown.split('=')[0]}, and " if unknown else ""
         return f"{slip_too}{command} needs {lacking} (see {_help(arguments)})"

@@ -16,11 +16,13 @@ from p2pdiloco_node.cli_types import ConfigFile, Globs, Whole
 if TYPE_CHECKING:
     from p2pdiloco_node.owner.command import Reach
     from p2pdiloco_node.run_checks import Declared
+    from p2pdiloco_node.run_file import Parts
 
 OwnerKey = Annotated[Path | None, Parameter(name="--owner-key")]
 Peers = Annotated[list[str] | None, Parameter(name="--peers", negative_iterable=())]
 Sets = Annotated[list[str] | None, Parameter(name="--set", negative_iterable=())]
 On = Annotated[bool, Parameter(negative_bool=())]
+Flags = dict[str, dict[str, object]]  # as the tables of a run file; None: not given
 
 
 @Parameter(name="*")
@@ -61,8 +63,61 @@ class Expected:
         return Declared(self.up_mbit, self.down_mbit, self.memory_gb)
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Figures:
+    """Of a run, new or a fork, which has its parent's where they are left out."""
+
+    name: str | None = None
+    """The run's name, up to 32 characters."""
+    tokens: str | None = None
+    """The run is over after so many tokens of its own: a number, with K, M, G or T. Left out in
+    a new run: 20M."""
+    data: Globs = None
+    """What to train on: files, globs, folders or hf:NAME (docs/data.md); may be given several times.
+    NAME=PATH names its evaluation set in public. Left out in a new run: Python's standard library."""
+    outer_steps: Whole | None = None
+    """End after so many versions, whatever the tokens; 0, or left out in a new run: by tokens alone."""
+    inner_steps: Whole | None = None
+    """Inner steps of a pass (H)."""
+    pass_s: float | None = None
+    """Seconds from the first adoption in a pass to its end, if H steps are not taken before."""
+    batch: Whole | None = None
+    """Sequences of one inner step of one node."""
+    lr: float | None = None
+    """Highest learning rate of the inner loop."""
+    eval_every: Whole | None = None
+    """Versions from one evaluation to the next. Left out in a new run: 8."""
+    prompt: Annotated[list[str] | None, Parameter(name="--prompt", negative_iterable=())] = None
+    """Of samples that evaluators write, for people to read; may be given up to four times."""
+
+    def parts(self, config: Path | None, sets: list[str] | None, more: Flags) -> Parts:
+        """Flags over `sets` over the file. `more`: flags of one command alone. Raises: OperatorError."""
+        from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
+
+        parts = read_run_file(config)
+        set_values(parts, sets or [])
+        own: Flags = {
+            "run": {
+                "name": self.name, "tokens": parse_tokens(self.tokens) if self.tokens else None,
+                "outer_steps": self.outer_steps, "eval_every": self.eval_every,
+            },
+            "data": {"data": self.data},
+            "inner": {
+                "inner_steps": self.inner_steps, "pass_s": self.pass_s, "sequences_per_step": self.batch,
+                "lr": self.lr,
+            },
+            "samples": {"prompts": tuple(self.prompt) if self.prompt else None},
+        }  # fmt: skip
+        for flags in (own, more):
+            for table, values in flags.items():
+                parts[table] |= {key: value for key, value in values.items() if value is not None}
+        return parts
+
+
 SPEAKING = Speaking()
 EXPECTED = Expected()
+FIGURES = Figures()
 
 
 def add_to(app: App) -> None:
@@ -74,26 +129,17 @@ def add_to(app: App) -> None:
 def new(
     *,
     out: Path,
-    name: str | None = None,
     model: str | None = None,
-    tokens: str | None = None,
-    data: Globs = None,
+    figures: Figures = FIGURES,
     text_key: str | None = None,
     tokenizer: str | None = None,
     eval_per_source: On | None = None,
     seed: Whole | None = None,
     jobs: Whole = 0,
     admission: Literal["open", "local"] | None = None,
-    outer_steps: Whole | None = None,
-    inner_steps: Whole | None = None,
-    pass_s: float | None = None,
     seq_len: Whole | None = None,
-    batch: Whole | None = None,
-    lr: float | None = None,
     codec: Literal["int4", "fp16", "topk32", "topk64", "topk128"] | None = None,
     committee: Literal[1, 3, 5, 7] | None = None,
-    eval_every: Whole | None = None,
-    prompt: Annotated[list[str] | None, Parameter(negative_iterable=())] = None,
     set_: Sets = None,
     config: ConfigFile = None,
     owner_key: OwnerKey = None,
@@ -105,16 +151,9 @@ def new(
     ----------
     out:
         The new folder (DIR).
-    name:
-        The run's name, up to 32 characters.
     model:
         A preset such as llama:20m or mixtral:tiny (docs/models.md), a config.json, or a folder with a
         checkpoint to start from.
-    tokens:
-        The run is over after so many tokens: a number, with K, M, G or T. Left out: 20M.
-    data:
-        What to train on: files, globs, folders or hf:NAME (docs/data.md); may be given several times. Left
-        out: Python's standard library. NAME=PATH names its evaluation set in public.
     text_key:
         Where the text is in JSON lines and tables. Left out: text.
     tokenizer:
@@ -128,26 +167,12 @@ def new(
         Processes that prepare the data; 0: one a core.
     admission:
         Who may take part: open, or local (this machine or network; every node is trusted). Left out: open.
-    outer_steps:
-        End after so many versions, whatever the tokens; 0, or left out: by tokens alone.
-    inner_steps:
-        Inner steps of a pass (H).
-    pass_s:
-        Seconds from the first adoption in a pass to its end, if H steps are not taken before.
     seq_len:
         Tokens of a training sequence.
-    batch:
-        Sequences of one inner step of one node.
-    lr:
-        Highest learning rate of the inner loop.
     codec:
         How deltas are compressed: int4 (default), fp16, or topk32, topk64, topk128 for thin uplinks.
     committee:
         Most seats that the committee may have.
-    eval_every:
-        Versions from one evaluation to the next. Left out: 8.
-    prompt:
-        Of samples that evaluators write, for people to read; may be given up to four times.
     set_:
         TABLE.KEY=VALUE, such as inner.weight_decay=0.05; may be given several times.
     config:
@@ -155,28 +180,16 @@ def new(
     owner_key:
         Your key, made if there is none. Left out: owner.key in your configuration folder.
     """
-    from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
     from p2pdiloco_node.run_made import print_made
 
-    parts = read_run_file(config)
-    set_values(parts, set_ or [])
-    flags: dict[str, dict[str, object]] = {
-        "run": {
-            "name": name, "tokens": parse_tokens(tokens) if tokens else None, "outer_steps": outer_steps,
-            "admission": admission, "eval_every": eval_every,
-        },
+    more: Flags = {
+        "run": {"admission": admission},
         "model": {"model": model, "seq_len": seq_len, "seed": seed},
-        "data": {
-            "data": data, "text_key": text_key, "tokenizer": tokenizer, "eval_per_source": eval_per_source,
-        },
-        "inner": {"inner_steps": inner_steps, "pass_s": pass_s, "sequences_per_step": batch, "lr": lr},
+        "data": {"text_key": text_key, "tokenizer": tokenizer, "eval_per_source": eval_per_source},
         "outer": {"codec": codec},
         "committee": {"size_max": committee},
-        "samples": {"prompts": tuple(prompt) if prompt else None},
-    }  # fmt: skip
-    for table, values in flags.items():
-        parts[table] |= {key: value for key, value in values.items() if value is not None}
-    return print_made(parts, out, jobs, owner_key, expected.declared())
+    }
+    return print_made(figures.parts(config, set_, more), out, jobs, owner_key, expected.declared())
 
 
 def inspect(run: str, /, *, expected: Expected = EXPECTED, peers: Peers = None, json: On = False) -> int:
@@ -303,16 +316,14 @@ def fork(
     *,
     out: Path,
     version: str = "newest",
-    name: str | None = None,
-    tokens: str | None = None,
-    data: Globs = None,
+    figures: Figures = FIGURES,
     set_: Sets = None,
     config: ConfigFile = None,
     owner_key: OwnerKey = None,
     expected: Expected = EXPECTED,
     json: On = False,
 ) -> int:
-    """A new run from a certified version of another one, with other figures or other text.
+    """A new run from a certified version of another one, which it follows in everything that is left out.
 
     Parameters
     ----------
@@ -322,14 +333,8 @@ def fork(
         The new folder (DIR).
     version:
         Of the parent: newest, or a number.
-    name:
-        The new run's name. Left out: the parent's.
-    tokens:
-        The new run is over after so many tokens of its own: a number, with K, M, G or T.
-    data:
-        Train on other text, as in run new. Left out: the parent's.
     set_:
-        TABLE.KEY=VALUE, such as inner.lr=1e-4; may be given several times.
+        TABLE.KEY=VALUE, such as outer.mu=0.4; may be given several times.
     config:
         TOML file with what differs (run.example.toml).
     owner_key:
@@ -338,17 +343,8 @@ def fork(
         Print the result for programs.
     """
     from p2pdiloco_node.owner.command import Reach, print_forked
-    from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
 
-    parts = read_run_file(config)
-    set_values(parts, set_ or [])
-    flags: dict[str, dict[str, object]] = {
-        "run": {"name": name, "tokens": parse_tokens(tokens) if tokens else None},
-        "data": {"data": data},
-    }
-    for table, values in flags.items():
-        parts[table] |= {key: value for key, value in values.items() if value is not None}
-    declared = expected.declared()
+    parts, declared = figures.parts(config, set_, {}), expected.declared()
     return print_forked(Reach(run, owner_key), version, out, parts, declared, as_json=json)
 
 

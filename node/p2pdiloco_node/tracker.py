@@ -14,6 +14,7 @@ import shlex
 import socket
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +43,7 @@ from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
 from p2pdiloco_node.hosts import reachable_hosts
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.page_feed import PageFeed
-from p2pdiloco_node.participant import Participant, Setting
+from p2pdiloco_node.participant import Participant, Setting, deltas_named
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.run_folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY
 from p2pdiloco_node.status_page import StatusPage
@@ -78,17 +79,22 @@ async def _live(config: TrackerConfig, leaving: Leaving) -> int:
 class Archive:
     """Keeps delta blobs that the rules no longer need, the newest up to a number of bytes."""
 
-    def __init__(self, blobs: DiskBlobStore, bytes_max: int) -> None:
+    def __init__(self, blobs: DiskBlobStore, bytes_max: int, kept: Iterable[Digest] = ()) -> None:
+        """`kept`: those of earlier lives, oldest first."""
         self._blobs = blobs
         self._bytes_max = bytes_max
-        self._kept: deque[Digest] = deque()
+        self._kept = deque(kept)
+        self._make_room()
 
     def keeps(self, delta: Digest) -> bool:
         """Always, at the price of the oldest. Called in one thread at a time."""
         self._kept.append(delta)
+        self._make_room()
+        return True
+
+    def _make_room(self) -> None:
         while self._kept and self._blobs.used(Purpose.DELTA) > self._bytes_max:
             self._blobs.delete(self._kept.popleft())
-        return True
 
 
 class Tracker:
@@ -270,7 +276,9 @@ class Tracker:
         """Until somebody asks to leave. Raises: what ended it."""
         participant = self.participant
         await participant.open_state()
-        self.archive = Archive(participant.blobs, self.config.archive_bytes_max)
+        self.archive = await asyncio.to_thread(
+            lambda: Archive(participant.blobs, self.config.archive_bytes_max, self._archived())
+        )
         await participant.begin(desk=None, keeps_delta=self.archive.keeps)
         await self.page.begin()
         self.telemetry.on_installed = self.page.installed
@@ -287,6 +295,16 @@ class Tracker:
         for point in self._tracked.last(self._status()):
             self._tracking.add(point)
         return 0
+
+    def _archived(self) -> list[Digest]:
+        """What earlier lives kept and the rules need no more: first what the log does not list, then in its
+        order.
+        """
+        participant = self.participant
+        needed = {held.header.delta for held in participant.held.load(participant.blobs)}
+        place = {delta: n for n, delta in enumerate(deltas_named(participant.entries))}
+        kept = [d for d in participant.blobs.digests(Purpose.DELTA) if d not in needed]
+        return sorted(kept, key=lambda delta: place.get(delta, -1))
 
     async def _leave_when_asked(self) -> None:
         await self._leaving.wait()

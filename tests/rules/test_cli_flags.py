@@ -9,8 +9,16 @@ import pytest
 from cyclopts import App
 
 from p2pdiloco_node.cli import app
+from p2pdiloco_node.config import NodeConfig, TrackerConfig
+from p2pdiloco_node.demo import OUTER_STEPS, OUTER_STEPS_CHAOS
 
 COMMAND = re.compile(r"p2pdiloco((?: +[^\s`|\\]+)+)")
+
+
+DAEMONS = {
+    ("node",): NodeConfig(),
+    ("tracker",): TrackerConfig(),
+}  # their flags have no defaults of their own
 
 
 def commands(app: App, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], set[str]]:
@@ -90,6 +98,40 @@ def test_pages_name_only_what_exists(root: Path, files: list[Path]) -> None:
 )
 def test_invented_flags_are_found(text: str, fault: str) -> None:
     assert any(fault in found for found in faults(text))
+
+
+def defaults(app: App, path: tuple[str, ...] = ()) -> dict[tuple[tuple[str, ...], str], object]:
+    """(command, flag) -> what it is where it is left out; only where the program has a value for that."""
+    found: dict[tuple[tuple[str, ...], str], object] = {}
+    for name in app:
+        if name.startswith("-"):
+            continue
+        here, sub = (*path, name), app[name]
+        for argument in sub.assemble_argument_collection() if sub.default_command is not None else ():
+            flag, value = argument.names[0], argument.field_info.default
+            if here in DAEMONS:
+                value = getattr(DAEMONS[here], flag.strip("-").replace("-", "_"), None)
+            if flag.startswith("--") and argument.show and isinstance(value, str | int | float) and value:
+                found[here, flag] = value
+        found |= defaults(sub, here)
+    return found
+
+
+def test_defaults_on_the_configuration_page_are_those_of_the_program(root: Path) -> None:
+    page = (root / "docs/configuration.md").read_text()
+    found, wrong = defaults(app), []
+    assert found[("node",), "--data-disk"] == "64GiB"
+    for (path, flag), value in found.items():
+        section = re.split(
+            r"^#+ ", page.partition(f"### `p2pdiloco {' '.join(path)}`\n")[2], flags=re.MULTILINE
+        )[0]
+        said = re.findall(rf"^\| `{flag}` \| (.+?) \|", section, flags=re.MULTILINE)
+        program = f"{value:g}" if isinstance(value, float) else str(value)
+        if said != [program]:
+            wrong.append(f"{' '.join(path)} {flag}: {said}, and {program} in the program")
+    steps = re.findall(r"`--outer-steps` \| (\d+); (\d+) with `--chaos`", page)
+    assert steps == [(str(OUTER_STEPS), str(OUTER_STEPS_CHAOS))]
+    assert not wrong, "docs/configuration.md: " + "; ".join(wrong)
 
 
 def test_every_flag_is_on_the_configuration_page(root: Path) -> None:

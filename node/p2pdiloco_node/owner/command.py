@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import RunId
@@ -52,6 +53,8 @@ def _told(as_json: bool) -> AbstractContextManager[Told]:
 
 def _with_run(reach: Reach, told: Told, work: Callable[[SeenRun], Awaitable[T]]) -> T:
     """Raises: OperatorError."""
+    if not 0 < reach.wait_s <= limits.owner_wait_s_max:
+        raise OperatorError(f"--wait-s is above 0 and at most {limits.owner_wait_s_max:.0f}.", USAGE)
 
     async def live() -> T:
         async with make_session(connections_max=64, per_host_max=0, build=__version__) as session:
@@ -65,8 +68,6 @@ def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = False
     """Say a word and print where it stands. Raises: OperatorError."""
     if wanted.kind == "finish" and not yes:
         _agreed("`finish` cannot be taken back.")
-    if not 0 < reach.wait_s <= 86400:
-        raise OperatorError("--wait-s is above 0 and at most 86400.", USAGE)
     with _told(as_json) as told:
         said = _with_run(
             reach, told,

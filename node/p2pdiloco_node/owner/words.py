@@ -133,7 +133,7 @@ def _doubt(seen: SeenRun, wanted: Wanted) -> str:
         return (
             f"{words} At the pace so far it will have about {reached:,} tokens then, below its target of "
             f"{rules.target_tokens:,} already: with another target only the learning rate would end higher. "
-            "A run that goes on is a fork: p2pdiloco run fork --set run.outer_steps=N."
+            "A run that goes on is a fork: p2pdiloco run fork --outer-steps N."
         )
     seen.told.say(f"{words} At the pace so far it will have about {reached:,} tokens then.")
     return ""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import RESOURCES, USAGE
-from p2pdiloco_node.config import parse_host_port
+from p2pdiloco_node.config import NodeConfig, parse_host_port
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.machine import Gpu
 
@@ -24,25 +24,6 @@ PYTHON = (sys.executable, "-P", "-m")
 WORKER = (*PYTHON, "p2pdiloco_node.training.trainer_process")
 LAUNCHER = (*PYTHON, "p2pdiloco_node.training.launch")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-class Settings(Protocol):
-    """Where wishes come from: the node's settings, or those of a further machine."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def gpus(self) -> str: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def nnodes(self) -> int: ...
-
-    @property
-    def rdzv(self) -> str: ...
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -85,7 +66,7 @@ class Ranks(NamedTuple):
         return (*LAUNCHER, msgspec.json.encode(launch).decode())
 
 
-def check_ranks(settings: Settings) -> None:
+def check_ranks(settings: NodeConfig) -> None:
     """What can be seen without looking at the machine. Raises: OperatorError (usage)."""
     if settings.gpus and settings.ranks > 1:
         raise OperatorError("--gpus and --ranks both say how many processes train: give one of them.", USAGE)
@@ -108,7 +89,7 @@ def check_ranks(settings: Settings) -> None:
         parse_host_port(settings.rdzv, "--rdzv")
 
 
-def find_ranks(settings: Settings, gpus: Callable[[], list[Gpu]]) -> Ranks:
+def find_ranks(settings: NodeConfig, gpus: Callable[[], list[Gpu]]) -> Ranks:
     """`gpus`: those of this machine, asked only where the settings name some.
 
     Raises: OperatorError: the settings contradict each other, or there are no such GPUs.
@@ -117,7 +98,7 @@ def find_ranks(settings: Settings, gpus: Callable[[], list[Gpu]]) -> Ranks:
     return Ranks(_devices(settings, gpus), settings.nnodes, settings.rdzv)
 
 
-def _devices(settings: Settings, gpus: Callable[[], list[Gpu]]) -> tuple[str, ...]:
+def _devices(settings: NodeConfig, gpus: Callable[[], list[Gpu]]) -> tuple[str, ...]:
     if settings.ranks > 1:
         return ("cpu",) * settings.ranks
     if not settings.gpus:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import NodeConfig
 from p2pdiloco_node.training import further_ranks
 from p2pdiloco_node.training.machine import Gpu
@@ -77,13 +78,29 @@ def test_a_rank_without_a_sequence_is_refused() -> None:
     assert refused.value.exit_code == 6
 
 
-@pytest.mark.parametrize("node_rank", [0, 2])
-def test_a_lent_machine_has_a_number_of_its_own(node_rank: int) -> None:
-    with pytest.raises(OperatorError, match="the node's own is 0"):
-        further_ranks.run_ranks(
-            gpus="", ranks=2, device="auto", nnodes=2, node_rank=node_rank, rdzv="127.0.0.1:1", nice=0,
-            threads=1,
-        )  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "said", "code"),
+    [
+        ("--node-rank 0", "the node's own is 0", 2),
+        ("--node-rank 2", "the node's own is 0", 2),
+        ("--nnodes 1", "--nnodes is 2 or more", 2),
+        ("--nnodes 65", "--nnodes: nnodes = 65 is not possible", 3),
+        ("--ranks 0", "--ranks: ranks = 0 is not possible", 3),
+        ("--threads 0", "--threads: threads = 0 is not possible", 3),
+        ("--device gpu", "give auto, cpu, cuda or cuda:N", 3),
+        ("--nice 20", "--nice is 0 to 19", 2),
+        ("--nice -1", "--nice is 0 to 19", 2),
+        ("--rdzv h", "not HOST:PORT", 2),
+    ],
+)
+def test_lent_ranks_are_checked_as_the_node_s_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, said: str, code: int
+) -> None:
+    monkeypatch.setenv("P2PDILOCO_THREADS", "0")  # a node's setting, and none of this command
+    given = {"--nnodes": "2", "--node-rank": "1", "--rdzv": "127.0.0.1:1"}
+    given |= dict([flags.split()])
+    assert run_command(["ranks", *(word for pair in given.items() for word in pair)]) == code
+    assert said in capsys.readouterr().err
 
 
 def test_lent_ranks_start_again_until_the_trainer_ends(
@@ -97,8 +114,8 @@ def test_lent_ranks_start_again_until_the_trainer_ends(
     monkeypatch.setattr(Ranks, "command", lambda self, folder, node_rank: (sys.executable, "-c", script))
     waited: list[float] = []
     monkeypatch.setattr(further_ranks.time, "sleep", waited.append)
-    lent = {"gpus": "", "device": "cpu", "nnodes": 2, "node_rank": 1, "rdzv": "127.0.0.1:1"}
-    assert further_ranks.run_ranks(ranks=1, nice=0, threads=1, **lent) == 0  # type: ignore[arg-type]
+    lent = NodeConfig(device="cpu", nnodes=2, rdzv="127.0.0.1:1")
+    assert further_ranks.run_ranks(lent, node_rank=1, nice=0) == 0
     assert counted.read_text() == "xxx"
     assert len(waited) == 2
 
