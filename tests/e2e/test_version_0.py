@@ -53,7 +53,7 @@ def test_why_it_failed_is_one_sentence(tmp_path: Path) -> None:
 def test_a_model_beyond_this_machine_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 75}))
-    with pytest.raises(OperatorError, match="of RAM, where .* is free") as e:  # 240 GiB
+    with pytest.raises(OperatorError, match=r"of RAM, where .* is free") as e:  # 240 GiB
         made(str(file))
     assert e.value.exit_code == RESOURCES
 

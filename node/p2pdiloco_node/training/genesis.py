@@ -1,8 +1,8 @@
 """Makes version 0: `python -m p2pdiloco_node.training.genesis`, a process with torch.
 
-Started by version_0.py. Reads a GenesisOrder, writes the params as raw little-endian float32 to a file, one
-tensor at a time, and a GenesisMade to standard output. Before that the model computes once (trial.py). Version 0 travels as a snapshot, never as a seed: the
-same seed gives other numbers on another CPU (algorithm.md 5).
+Started by version_0.py. Reads a GenesisOrder, lets the model compute once (trial.py), writes the params as
+raw little-endian float32 to a file, one tensor at a time, and a GenesisMade to standard output. Version 0
+travels as a snapshot, never as a seed: the same seed gives other numbers on another CPU (algorithm.md 5).
 """
 
 from __future__ import annotations

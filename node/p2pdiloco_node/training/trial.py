@@ -49,22 +49,18 @@ def try_model(model: Any, spec: ModelSpec, free: int) -> list[str]:
     grown = sum(p.numel() * (FLOAT32 - p.element_size()) for p in model.parameters())
     needed = FLOAT32 * spec.params + grown + activation_bytes(short, 1, bf16=False, checkpointing=False)
     if needed > free:
-        return [
-            f"Whether this model can be trained was not tried: one short sequence takes {amount(needed)} of "
-            f"RAM beside it, where {amount(free)} is free."
-        ]
+        said = f"one short sequence takes {amount(needed)} of RAM beside it, where {amount(free)} is free"
+        return [f"Whether this model can be trained was not tried: {said}."]
     try:
         loss, norm, still = _passes(model.float(), short)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - model classes raise what they like about what does not fit
+    except Exception as error:  # model classes raise what they like
         said = said_by(error)
         if any(sign in said for sign in NO_MEMORY):
             raise
-        raise OperatorError(
-            f"a model of the family {spec.family!r} can be built from this config and cannot compute: {said}. "
-            f"{MEND}."
-        ) from None
+        built = f"a model of the family {spec.family!r} can be built from this config"
+        raise OperatorError(f"{built} and cannot compute: {said}. {MEND}.") from None
     finally:
         model.zero_grad(set_to_none=True)
     if not math.isfinite(loss):
