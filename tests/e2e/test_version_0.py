@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,10 @@ def made(
     model: str, *, vocab_size: int = 256, seed: int = 1, seq_len: int | None = None
 ) -> tuple[ModelSpec, Floats]:
     choice = choose_model(model, seq_len=seq_len)
-    spec, params, _ = asyncio.run(make_version_0(choice, seed, vocab_size=vocab_size))
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_version_0(choice, seed, vocab_size=vocab_size, folder=Path(folder) / "version-0")
+        spec, params, _ = asyncio.run(made)
+        assert not list(Path(folder).iterdir())
     return spec, params
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from p2pdiloco_node.training.models import (
 )
 from p2pdiloco_node.training.presets import config_bytes
 from p2pdiloco_node.training.ram import ram
+from p2pdiloco_node.training.trainer_process import die_with_parent
 from p2pdiloco_node.training.trial import check_room, try_model
 from p2pdiloco_node.training.version_0 import KNOWN_WHY, GenesisMade, GenesisOrder
 
@@ -85,6 +87,8 @@ def make(order: GenesisOrder) -> GenesisMade:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is that of the process that started this one
+    die_with_parent()
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is not the answer
     order = decode(sys.stdin.buffer.read(), GenesisOrder)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -59,19 +59,23 @@ async def look_at_model(choice: ModelChoice, *, vocab_size: int) -> ModelSpec:
 
 
 async def make_version_0(
-    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path | None = None
+    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path
 ) -> tuple[ModelSpec, Floats, tuple[str, ...]]:
     """The RunSpec's model, its params (params,) and what the owner should know.
 
-    `vocab_size`: of the tokenizer. `folder`: where there is room for the params for a moment.
+    `vocab_size`: of the tokenizer. `folder`: of the params for a moment; what a killed call left there goes.
 
     Raises: OperatorError: it failed; says why.
     """
-    with tempfile.TemporaryDirectory(prefix="p2pdiloco-genesis-", dir=folder) as work:
-        path = Path(work) / "params.f32"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()  # noqa: ASYNC240 - one call
+    try:
+        path = folder / "params.f32"
         made = await _made(choice, seed, vocab_size, str(path))
         spec = _spec(choice, vocab_size, made)
         return spec, await asyncio.to_thread(read_array, path, spec.params), made.notes
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _made(choice: ModelChoice, seed: int, vocab_size: int, params: str) -> GenesisMade:
