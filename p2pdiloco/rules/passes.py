@@ -58,10 +58,10 @@ def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool, 
     A pass has at least one step. It ends H steps or `pass_s` after the first adoption in it, or after its
     beginning while there was none, and at four times its length at the latest. With too much in flight
     (`allowed` is False) it is prolonged up to that; then the node waits, with its work unsent. In a run that
-    its owner paused nothing is prolonged (`prolong` is False), and no pass begins.
+    its owner paused nothing is prolonged (`prolong` is False), and no pass begins; the one under way ends.
     """
     if current.steps == 0:
-        return Next.STEP if allowed or prolong else Next.WAIT
+        return Next.STEP if prolong else Next.WAIT
     factor = limits.pass_prolonged_factor
     longest = current.steps >= factor * inner_steps or current.seconds >= factor * pass_s
     steps = current.steps - (current.aligned_steps or 0)

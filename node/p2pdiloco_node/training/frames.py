@@ -72,7 +72,7 @@ class Allow(Frame, frozen=True):
 
     until_sequence: int
     why: str  # one sentence for the person, said while waiting
-    prolong: bool = True  # False: it waits where the pass would end, and before another begins
+    prolong: bool = True  # False: a pass ends at its length as always, and no other begins
 
 
 class Evaluate(Frame, frozen=True):

@@ -325,9 +325,21 @@ def test_a_run_of_another_model_is_not_trained(tiny: TinyModelRun) -> None:
         Bench(tiny, spec=msgspec.structs.replace(tiny.spec, model=model))
 
 
-def test_when_the_owner_pauses_a_pass_ends_at_its_length_and_goes_out_when_the_run_goes_on(
-    bench: Bench,
-) -> None:
+def test_when_the_owner_pauses_a_pass_ends_at_its_length_and_goes_out_at_once(bench: Bench) -> None:
+    bench.turn(1)
+    bench.worker.obey(frames.Allow(2, "the owner paused the run", prolong=False))
+    bench.turn(9)
+    assert len(bench.rates) == 4  # H, and no pass behind it
+    assert [p.steps for p in bench.all(frames.PassDone)] == [4]
+    assert bench.worker.idle
+    assert bench.all(frames.Waiting)[-1].why == "the owner paused the run"
+    bench.now += 1000
+    bench.worker.obey(frames.Allow(2, ""))
+    bench.turn(5)
+    assert [p.steps for p in bench.all(frames.PassDone)] == [4, 4]
+
+
+def test_in_a_pause_with_too_much_in_flight_a_pass_goes_out_when_there_is_room(bench: Bench) -> None:
     bench.turn(1)
     bench.worker.obey(frames.Allow(0, "the owner paused the run", prolong=False))
     bench.turn(9)
