@@ -342,5 +342,7 @@ def paused_by_its_owner(stage: Stage) -> None:
     gone.crash()
     owner.say("resume", voters)
     stage.versions(2, stage.failover_s + 6 * stage.round_s, "when the run goes on")
-    if last_sequence(_rules(voters[0]), gone.id) < sequence:
-        raise Violation("what was made in a pause counts", f"delta {sequence} of {gone.name}")
+    stage.expect(
+        2 * stage.round_s, f"what was made in a pause counts: delta {sequence} of {gone.name}",
+        lambda: last_sequence(_rules(voters[0]), gone.id) >= sequence,
+    )  # fmt: skip
