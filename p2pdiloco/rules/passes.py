@@ -71,6 +71,16 @@ def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool, 
     return Next.FINISH if full else Next.STEP
 
 
+def steps_expected(current: Pass, *, inner_steps: int) -> int:
+    """How many inner steps this pass has if no `pass_s` ends it, for people.
+
+    Adoption moves its end, and with too much in flight it goes on to its longest.
+    """
+    longest = limits.pass_prolonged_factor * inner_steps
+    due = min(inner_steps + (current.aligned_steps or 0), longest)
+    return due if current.steps <= due else longest
+
+
 def steps_left(current: Pass, *, inner_steps: int, pass_s: float, step_s: float) -> int:
     """Inner steps of `step_s` seconds until `next_move` ends an allowed pass, at least 1: to leap ahead.
 
