@@ -226,7 +226,7 @@ async def _create_run(
     for warning in check_run(spec, declared):
         told.say(warning)
     signed = sign_run_spec(spec, owner)
-    await asyncio.to_thread(_drop_others, out / BLOBS, spec)
+    await asyncio.to_thread(drop_others, out / BLOBS, spec)
     await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
@@ -350,7 +350,7 @@ async def _make_data(
         raise
 
 
-def _drop_others(blobs: Path, spec: RunSpec) -> None:
+def drop_others(blobs: Path, spec: RunSpec) -> None:
     """What calls that were killed, or had another model, left among the run's blobs."""
     wanted = {ref.digest.hex() for ref in spec.data.blobs}
     wanted |= {digest.hex() for digest in (*spec.genesis.params, *spec.genesis.momentum)}

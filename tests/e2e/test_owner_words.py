@@ -209,6 +209,8 @@ async def test_a_fork_begins_where_its_parent_is(tmp_path: Path) -> None:
             told=Quiet(),
         )  # fmt: skip
     parent = swarm.spec
+    (tmp_path / "kept/blobs").mkdir(parents=True)
+    (tmp_path / "kept/blobs" / ("ab" * 32)).write_bytes(b"of a fork of another version that was killed")
     by_folder = await fork(
         tmp_path / "run", "2", tmp_path / "kept", parts, owner_key=tmp_path / "mine.key", declared=Declared(),
         told=Quiet(),

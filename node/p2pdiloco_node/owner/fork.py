@@ -51,7 +51,13 @@ from p2pdiloco_node.progress import Quiet, Told, Watch
 from p2pdiloco_node.run_checks import Declared, check_run, check_types, replaced
 from p2pdiloco_node.run_file import Parts
 from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
-from p2pdiloco_node.run_new import BOOTSTRAP_PASSES, TRUSTED_PASSES, check_folder, sigterm_is_ctrl_c
+from p2pdiloco_node.run_new import (
+    BOOTSTRAP_PASSES,
+    TRUSTED_PASSES,
+    check_folder,
+    drop_others,
+    sigterm_is_ctrl_c,
+)
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.transport.http_session import make_session
@@ -136,6 +142,7 @@ async def _fork(
     )  # fmt: skip
     check_types(spec)
     warnings = check_run(spec, declared)
+    await asyncio.to_thread(drop_others, out / BLOBS, spec)
     await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
     shutil.rmtree(out / MAKING, ignore_errors=True)
     return Forked(run_id_of(encode(spec)), spec, warnings)
