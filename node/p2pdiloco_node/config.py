@@ -36,6 +36,13 @@ WORDS_ALLOWED = {  # for people, instead of the patterns below
 }
 
 
+TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+}
 INTERNAL = ("die_with_parent",)  # between our own programs, nothing that a person sets
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]i?B)", re.IGNORECASE)
 SIZE_UNITS = {f"{letter}B": 1000 ** (n + 1) for n, letter in enumerate("KMGT")} | {
@@ -274,8 +281,14 @@ def _convert(kind: type[C], raw: dict[str, object], origins: Mapping[str, str]) 
         try:
             msgspec.convert({key: value}, kind, strict=False)
         except msgspec.ValidationError as error:
-            what = WORDS_ALLOWED.get(key) or f"{str(error).split(' - at ')[0]}"
+            what = WORDS_ALLOWED.get(key) or _in_words(str(error))
             raise OperatorError(
                 f"{origins[key]}: {key} = {value!r} is not possible: {what}.", FILES
             ) from None
     return msgspec.convert(raw, kind, strict=False)
+
+
+def _in_words(said: str) -> str:
+    """What msgspec says of a value, for people: "Expected `int` >= 1 - at `$.threads`"."""
+    said = re.split(r", got | - at ", said)[0].removeprefix("Expected ").replace(" | null", "")
+    return "give " + re.sub(r"`(\w+)`", lambda found: TYPE_WORDS.get(found[1], found[1]), said)

@@ -447,7 +447,7 @@ class Daemon:
 
     async def _leave(self, reason: str) -> None:
         self.telemetry.state, self.telemetry.why = "leaving", reason
-        log.info("Leaving: %s.", reason)
+        log.info("Leaving: %s%s.", reason, self.desk.leaving_words())
         for task in self._talk:
             task.cancel()  # nothing that is said after the goodbye may look like a return
         await self.participant.client.send(self._witness, Goodbye(reason))

@@ -184,6 +184,13 @@ class TrainerDesk:
         self._telemetry.evaluating = True
         self._order(_Evaluate(version, state_root, params))
 
+    def leaving_words(self) -> str:
+        """What an end waits for that takes its time; empty: nothing."""
+        if not self._roots:
+            return ""
+        version, stop_s = max(self._roots), limits.trainer_stop_s
+        return f"; the evaluation of version {version} is given up, and the trainer has {stop_s:.0f} s to end"
+
     async def last_evaluation(self) -> None:
         """Until nothing is under evaluation: as long as the trainer shows progress, within a limit."""
         began = self._evaluating_at = self._clock()
@@ -314,8 +321,8 @@ class TrainerDesk:
                 telemetry.begins(device)
                 for sentence in how:
                     log.info("The trainer: %s", sentence)
-            case frames.Stepped(step, _, loss, tokens_per_s, gap_s, version):
-                telemetry.stepped(step, loss, tokens_per_s, gap_s, version)
+            case frames.Stepped(step, inner_steps, loss, tokens_per_s, gap_s, version):
+                telemetry.stepped(step, inner_steps, loss, tokens_per_s, gap_s, version)
                 data.at(told.cursor)
                 if self.on_stepped is not None:
                     self.on_stepped(told)

@@ -15,6 +15,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import platformdirs
@@ -22,6 +23,7 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import NETWORK, USAGE
+from p2pdiloco_node.hosts import names_loopback
 from p2pdiloco_node.telemetry import NodeStatus, state_words
 
 ANSWER_S = 3.0
@@ -93,7 +95,8 @@ def _noted() -> list[str]:
 
 
 def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
-    if not url.startswith(("http://127.", "http://[::1]", "http://localhost")):
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not names_loopback(f"[{parts.hostname}]:0"):
         raise OperatorError(
             f"--url {url!r}: daemons answer on this machine only (http://127.0.0.1:PORT).", USAGE
         )

@@ -53,6 +53,7 @@ from p2pdiloco.wire.log import Committee
 from p2pdiloco_node.corpus.making import Planned, Request, forget_work, make_data, plan_data
 from p2pdiloco_node.corpus.token_input import token_bytes_for
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
+from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
@@ -64,6 +65,7 @@ from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
+VERSION_0 = "version-0"  # in MAKING
 VERSION_0_BYTES = 8  # of disk for each parameter: float32 as it is made, and in chunks
 TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # full ones; of an open run
 
@@ -74,6 +76,9 @@ class Draft(NamedTuple):
     spec: RunSpec
     params: Array  # (params,) version 0
     shards: tuple[Path, ...]  # raw tokens, there while `tune` runs
+
+
+Tune = Callable[[Draft], Awaitable[RunSpec]]
 
 
 def owner_key_path() -> Path:
@@ -122,7 +127,7 @@ async def create_run(
     *,
     owner_key: Path | None = None,
     declared: Declared | None = None,
-    tune: Callable[[Draft], Awaitable[RunSpec]] | None = None,
+    tune: Tune | None = None,
     told: Told | None = None,
 ) -> RunId:
     """Make a run in `out`.
@@ -131,11 +136,27 @@ async def create_run(
     what is checked (run_checks.py). `tune` has the last word on timings and targets, with everything there to
     measure. `told` hears how far it is.
 
+    SIGTERM ends it as Ctrl-C does.
+
     Raises: OperatorError: `out` holds something, the corpus cannot be used, torch is missing, a value is
     out of range. What was written so far stays and is taken up by the next call; it is no run.
     """
-    files, told = Files(), told or Quiet()
-    declared = declared or Declared()
+    told = told or Quiet()
+    with sigterm_is_ctrl_c():
+        try:
+            return await _create_run(
+                order, out, owner_key or owner_key_path(), declared or Declared(), tune, told
+            )
+        except asyncio.CancelledError:
+            if (out / MAKING).exists():
+                told.say("Stopped. The same command goes on where it was.")
+            raise
+
+
+async def _create_run(
+    order: Order, out: Path, key: Path, declared: Declared, tune: Tune | None, told: Told
+) -> RunId:  # fmt: skip
+    files = Files()
     choice, loops = check_order(order, declared)
     check_folder(out)
     words = order.tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
@@ -154,8 +175,7 @@ async def create_run(
     shards = _windowed(shards, order)
     make_folder(files, out / BLOBS)
     witness = load_or_make_key(out / WITNESS_KEY, files)
-    key = owner_key or owner_key_path()
-    is_new = not key.exists()
+    is_new = not key.exists()  # noqa: ASYNC240 - a look at one name
     owner = load_or_make_key(key, files)
     told.say(
         f"{'Your key was made, it' if is_new else 'Your key'} is {key}: whoever has it speaks for this run, "
@@ -166,13 +186,12 @@ async def create_run(
         replace_file(files, out / BLOBS / digest.hex(), blob)
 
     told.progress("Making version 0", 0.0)
-    make_folder(files, out / MAKING)
-    with sigterm_is_ctrl_c():
+    with Taken(Work(out / MAKING)):
         spec_model, params_0, notes = await make_version_0(
             choice,
             secrets.randbits(62) if order.seed is None else order.seed,
             vocab_size=shards.tokenizer.vocab_size,
-            folder=out / MAKING,
+            folder=out / MAKING / VERSION_0,
         )
     for note in notes:
         told.say(note)
@@ -207,6 +226,7 @@ async def create_run(
     for warning in check_run(spec, declared):
         told.say(warning)
     signed = sign_run_spec(spec, owner)
+    await asyncio.to_thread(drop_others, out / BLOBS, spec)
     await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
@@ -327,8 +347,16 @@ async def _make_data(
         )
     except asyncio.CancelledError:
         stop.set()
-        told.say("Stopped. The same command goes on where it was.")
         raise
+
+
+def drop_others(blobs: Path, spec: RunSpec) -> None:
+    """What calls that were killed, or had another model, left among the run's blobs."""
+    wanted = {ref.digest.hex() for ref in spec.data.blobs}
+    wanted |= {digest.hex() for digest in (*spec.genesis.params, *spec.genesis.momentum)}
+    for path in blobs.iterdir():
+        if path.name not in wanted:
+            path.unlink(missing_ok=True)
 
 
 def _write_genesis(params: Array, put: Callable[[Digest, memoryview], None]) -> Genesis:

@@ -233,7 +233,10 @@ class Telemetry:
 
     # The trainer.
 
-    def stepped(self, step: int, loss: float, tokens_per_s: float, gap_s: float, version: int) -> None:
+    def stepped(
+        self, step: int, inner_steps: int, loss: float, tokens_per_s: float, gap_s: float, version: int
+    ) -> None:
+        self._inner_steps = inner_steps
         self._steps_done += step - self._step if step > self._step else step
         self._step = step
         self._loss = loss if math.isfinite(loss) else None

@@ -164,10 +164,11 @@ class Delivery:
 
     def allow(self) -> None:
         """Tell the trainer how many more deltas it may finish."""
-        if self.paused:
-            self._ctx.emit(AllowPasses(0, "the owner paused the run", prolong=False))
-            return
         allowed = max(0, limits.in_flight_max - len(self._own))
+        if self.paused:
+            # A delta that is ready waits with the voters: its node may be gone when the run goes on.
+            self._ctx.emit(AllowPasses(allowed, "the owner paused the run", prolong=False))
+            return
         why = "" if allowed else f"waiting for the swarm: {len(self._own)} deltas are not settled yet"
         self._ctx.emit(AllowPasses(allowed, why))
 

@@ -58,10 +58,10 @@ def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool, 
     A pass has at least one step. It ends H steps or `pass_s` after the first adoption in it, or after its
     beginning while there was none, and at four times its length at the latest. With too much in flight
     (`allowed` is False) it is prolonged up to that; then the node waits, with its work unsent. In a run that
-    its owner paused nothing is prolonged (`prolong` is False), and no pass begins.
+    its owner paused nothing is prolonged (`prolong` is False), and no pass begins; the one under way ends.
     """
     if current.steps == 0:
-        return Next.STEP if allowed or prolong else Next.WAIT
+        return Next.STEP if prolong else Next.WAIT
     factor = limits.pass_prolonged_factor
     longest = current.steps >= factor * inner_steps or current.seconds >= factor * pass_s
     steps = current.steps - (current.aligned_steps or 0)
@@ -69,6 +69,16 @@ def next_move(current: Pass, *, inner_steps: int, pass_s: float, allowed: bool, 
     if not allowed:
         return Next.WAIT if longest or (full and not prolong) else Next.STEP
     return Next.FINISH if full else Next.STEP
+
+
+def steps_expected(current: Pass, *, inner_steps: int) -> int:
+    """How many inner steps this pass has if no `pass_s` ends it, for people.
+
+    Adoption moves its end, and with too much in flight it goes on to its longest.
+    """
+    longest = limits.pass_prolonged_factor * inner_steps
+    due = min(inner_steps + (current.aligned_steps or 0), longest)
+    return due if current.steps <= due else longest
 
 
 def steps_left(current: Pass, *, inner_steps: int, pass_s: float, step_s: float) -> int:

@@ -272,7 +272,7 @@ def adopt(m: Machine, action: do.AdoptState) -> None:
 
 def allow_passes(m: Machine, action: do.AllowPasses) -> None:
     if m.trainer is not None:
-        m.trainer.allow(action.allowed)
+        m.trainer.allow(action.allowed, prolong=action.prolong)
 
 
 def run_ended(m: Machine, action: do.RunEnded) -> None:  # noqa: ARG001 (one shape for all orders)

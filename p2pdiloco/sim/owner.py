@@ -1,9 +1,11 @@
-"""The run's owner in a simulated world: rescues a run from what some machines still have."""
+"""The run's owner in a simulated world: says words, and rescues a run from what some machines still have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.node import Node
@@ -11,8 +13,8 @@ from p2pdiloco.rules.rescue import recovery_entry, rescue_committee
 from p2pdiloco.rules.state import RulesState, genesis_state
 from p2pdiloco.sim.keys import signer_named
 from p2pdiloco.wire.codec import decode
-from p2pdiloco.wire.log import Entry, open_body
-from p2pdiloco.wire.messages import Entries
+from p2pdiloco.wire.log import Entry, OwnerWord, open_body
+from p2pdiloco.wire.messages import Entries, OwnerWordMessage
 from p2pdiloco.wire.signing import Signer
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class Owner:
         self._world = world
         self._signer = signer or signer_named("owner", real=world.real_keys)
         self.epoch = 0
+        self.said = 0  # words
 
     def rescue(self, among: Sequence[Machine], seats: Sequence[Machine] | None = None) -> Entry | None:
         """Begin the next epoch from the newest state among these machines, and tell them.
@@ -63,6 +66,16 @@ class Owner:
             roots=(root_of(state.params), root_of(state.momentum)), committee=committee,
             owner_sequence=rules.owner_sequence + 1, term=max(n.term for _, n in nodes) + 1,
         )  # fmt: skip
+
+    def say(self, kind: str, to: Sequence[Machine]) -> None:
+        """The owner's next word, to whoever carries it to the committee."""
+        self.said += 1
+        word = OwnerWord(kind, self.said, 0, b"", b"")
+        statement = word.statement(self._world.run.run, self.epoch)
+        message = OwnerWordMessage(msgspec.structs.replace(word, signature=self._signer.sign(statement)))
+        for machine in to:
+            me = self._signer
+            machine.post(fact.MessageReceived(me.peer_id, me.public_key, 1, message, b"", self.epoch))
 
     def show(self, entry: Entry | None, to: Sequence[Machine]) -> None:
         """A message as anybody might send it."""

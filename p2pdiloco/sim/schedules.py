@@ -90,6 +90,7 @@ SCHEDULES: dict[str, Schedule] = {
     "all_restart_after_a_recovery": Schedule(recovery.all_restart_after_a_recovery),
     "snapshot_on_its_way": Schedule(recovery.snapshot_on_its_way),
     "forged_recovery": Schedule(recovery.forged_recovery),
+    "paused_by_its_owner": Schedule(recovery.paused_by_its_owner),
     **_WHILE_FOLLOWING,
     **_AT_EVERY_STEP,
 }

@@ -1,4 +1,4 @@
-"""Directed schedules around the owner's recovery: a majority that is gone, and what comes back.
+"""Directed schedules around the owner: a majority that is gone, and what comes back; a pause.
 
 Cited: protocol.md 3. Whatever machines do, the checkers see that no epoch ever has two certified bodies at
 one index, that only an ended epoch is dropped, and that all replicas have the same bits.
@@ -7,10 +7,12 @@ one index, that only an ended epoch is dropped, and that all replicas have the s
 from __future__ import annotations
 
 from p2pdiloco.protocol.actions import Action, CutLog, FetchSnapshot
+from p2pdiloco.rules.state import RulesState, last_sequence
 from p2pdiloco.sim.checkers import Violation
 from p2pdiloco.sim.machine import Machine
 from p2pdiloco.sim.owner import Owner
 from p2pdiloco.sim.stage import Stage
+from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.log import Entry, open_body
 
 
@@ -19,6 +21,10 @@ def _rescued(owner: Owner, among: list[Machine], seats: list[Machine] | None = N
     if entry is None:
         raise Violation("a run can be rescued", "nobody has a state")
     return entry
+
+
+def _rules(machine: Machine) -> RulesState:
+    return decode(machine.state.rules, RulesState)
 
 
 def _level(stage: Stage, within_s: float = 60.0) -> None:
@@ -308,3 +314,35 @@ def _watch(stage: Stage, kind: type[Action]) -> list[Machine]:
     for machine in stage.world.machines.values():
         machine.change = change
     return seen
+
+
+def paused_by_its_owner(stage: Stage) -> None:
+    """Passes under way end, once each, and their deltas wait with the voters: they count when it goes on.
+
+    A node that goes away meanwhile has not trained in vain.
+    """
+    nodes = stage.start(3)
+    voters = stage.committee(3)
+    owner = Owner(stage.world)
+    owner.say("pause", voters)
+    stage.expect(20.0, "a pause", lambda: all(_rules(m).paused for m in (*voters, *nodes)))
+    version = stage.checkers.version
+    made = {m.id: m.trainer.made for m in nodes if m.trainer is not None}
+    stage.run(6 * stage.round_s)
+    if stage.checkers.version != version:
+        raise Violation("a paused run stands still", f"version {stage.checkers.version}")
+    for m in nodes:
+        assert m.trainer is not None
+        if m.trainer.made - made[m.id] > 1:
+            raise Violation("a pause ends passes", f"{m.trainer.made - made[m.id]} of {m.name}")
+        if m.disk.own.sequence <= last_sequence(_rules(voters[0]), m.id):
+            raise Violation("passes under way end", f"not the one of {m.name}")
+    gone = next(m for m in nodes if m not in voters)
+    sequence = gone.disk.own.sequence
+    gone.crash()
+    owner.say("resume", voters)
+    stage.versions(2, stage.failover_s + 6 * stage.round_s, "when the run goes on")
+    stage.expect(
+        2 * stage.round_s, f"what was made in a pause counts: delta {sequence} of {gone.name}",
+        lambda: last_sequence(_rules(voters[0]), gone.id) >= sequence,
+    )  # fmt: skip

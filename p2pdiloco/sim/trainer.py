@@ -34,6 +34,8 @@ class Trainer:
         self._base = 0  # the anchor's version when the pass began
         self._began = 0.0
         self._allowed = 0
+        self._prolong = True  # False: the owner paused the run, and no pass begins
+        self._resting = False  # no pass is under way
         self._waiting = False  # the pass is over, but no more deltas are allowed: it is prolonged
         self._pass = 0  # counts passes and stops, so that an old timer ends nothing
         self._params = machine.world.run.spec.model.params
@@ -52,6 +54,7 @@ class Trainer:
     def stop(self) -> None:
         self._version = None
         self._allowed = 0
+        self._prolong, self._resting = True, False
         self._waiting = False
         self._pass += 1
 
@@ -66,9 +69,11 @@ class Trainer:
         if reset or not training:
             self._begin()
 
-    def allow(self, allowed: int) -> None:
-        self._allowed = allowed
-        if self._waiting and allowed > 0:
+    def allow(self, allowed: int, *, prolong: bool) -> None:
+        self._allowed, self._prolong = allowed, prolong
+        if self._resting and prolong:
+            self._begin()
+        elif self._waiting and allowed > 0:
             self._finish()
 
     def settle(self, delta: Digest, how: Settled) -> None:
@@ -94,6 +99,9 @@ class Trainer:
         assert self._version is not None
         self._base, self._began, self._waiting = self._version, world.now, False
         self._pass += 1
+        self._resting = not self._prolong
+        if self._resting:
+            return
         count = self._pass
         world.at(world.run.spec.inner.pass_s, lambda: self._due(count))
 

@@ -204,7 +204,7 @@ class NodeReport(Struct, frozen=True):
     why: Text
     version: Count
     inner_step: Count  # within the pass
-    inner_steps: Count  # H
+    inner_steps: Count  # of the pass in all, as far as it is known
     loss: Share  # of the last pass; 0 while there is none
     tokens_per_s: Share
     device: Annotated[str, Meta(max_length=64)]

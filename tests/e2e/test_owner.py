@@ -71,7 +71,7 @@ def test_pause_resume_extend_revoke_finish(swarm: Swarm) -> None:
     wait_for(lambda: (s := newcomer.status()) is not None and s.version == paused_at, START_S, "a newcomer")
     target = say(swarm, "inspect", where=str(swarm.folder / "run"))["now"]["target_tokens"]
     assert "no extension" in say(swarm, "extend", "--tokens", "1K", code=2)
-    assert say(swarm, "extend", "--tokens", "2T")["index"] > said["index"]
+    assert say(swarm, "extend", "--tokens", "2T", "--yes")["index"] > said["index"]
     now = say(swarm, "inspect")["now"]
     assert (now["paused"], now["target_tokens"], now["target_tokens"] > target) == (True, 2 * 10**12, True)
     assert swarm.version() == paused_at

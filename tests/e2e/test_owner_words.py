@@ -196,11 +196,21 @@ async def test_a_fork_begins_where_its_parent_is(tmp_path: Path) -> None:
     )
     async with light_swarm(tmp_path, 2) as swarm:
         await until(lambda: swarm.version >= 3, WAIT_S, "three versions")
+        slips = read_run_file(None)
+        set_values(slips, ["run.tokens=1"])
+        with pytest.raises(OperatorError, match="less than one full round"):  # with nothing fetched
+            await fork(
+                swarm.link, "2", tmp_path / "slips", slips, owner_key=tmp_path / "mine.key",
+                declared=Declared(), told=Quiet(),
+            )  # fmt: skip
+        assert not (tmp_path / "slips").exists()
         made = await fork(
             swarm.link, "2", tmp_path / "linked", parts, owner_key=tmp_path / "mine.key", declared=Declared(),
             told=Quiet(),
         )  # fmt: skip
     parent = swarm.spec
+    (tmp_path / "kept/blobs").mkdir(parents=True)
+    (tmp_path / "kept/blobs" / ("ab" * 32)).write_bytes(b"of a fork of another version that was killed")
     by_folder = await fork(
         tmp_path / "run", "2", tmp_path / "kept", parts, owner_key=tmp_path / "mine.key", declared=Declared(),
         told=Quiet(),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.run_spec import ModelSpec, RunSpec, open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
@@ -24,7 +26,10 @@ def made(
     model: str, *, vocab_size: int = 256, seed: int = 1, seq_len: int | None = None
 ) -> tuple[ModelSpec, Floats]:
     choice = choose_model(model, seq_len=seq_len)
-    spec, params, _ = asyncio.run(make_version_0(choice, seed, vocab_size=vocab_size))
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_version_0(choice, seed, vocab_size=vocab_size, folder=Path(folder) / "version-0")
+        spec, params, _ = asyncio.run(made)
+        assert not list(Path(folder).iterdir())
     return spec, params
 
 
@@ -47,6 +52,14 @@ def test_why_it_failed_is_one_sentence(tmp_path: Path) -> None:
     ) as e:
         made(str(file))
     assert "Traceback" not in str(e.value)
+
+
+def test_a_model_beyond_this_machine_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 75}))
+    with pytest.raises(OperatorError, match=r"of RAM, where .* is free") as e:  # 240 GiB
+        made(str(file))
+    assert e.value.exit_code == RESOURCES
 
 
 @pytest.fixture(scope="module")

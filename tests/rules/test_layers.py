@@ -117,6 +117,7 @@ TRAINER = (
     "p2pdiloco_node.training.models",
     "p2pdiloco_node.training.inner_loop",
     "p2pdiloco_node.training.genesis",
+    "p2pdiloco_node.training.trial",
     "p2pdiloco_node.training.losses",
     "p2pdiloco_node.training.sampling",
     "p2pdiloco_node.training.adamw",

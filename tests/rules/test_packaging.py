@@ -34,7 +34,7 @@ TRAINER = (
     *(
         f"p2pdiloco_node.training.{name}"
         for name in (
-            *("worker", "models", "inner_loop", "genesis", "adamw", "losses"),
+            *("worker", "models", "inner_loop", "genesis", "trial", "adamw", "losses"),
             *("sampling", "checkpoint_reader"),
             *("trainer_process", "launch", "led_loop", "process_group", "flat_params", "sharded_params"),
         )

@@ -198,6 +198,11 @@ class _Making:
             fault = counted.first_broken
             first = describe(self._plan.inputs[fault.number], Broken(fault.at, fault.why))
             most = max(limits.broken_documents_spared, int(documents * limits.broken_documents_share_max))
+            if not counted.documents:
+                raise OperatorError(
+                    f"there is no text: {counted.broken:,} of {documents:,} documents are broken ({first}), "
+                    f"{counted.empty:,} are empty. Mend them, or choose other files with --data."
+                )
             if counted.broken > most:
                 raise OperatorError(
                     f"{counted.broken:,} of {documents:,} documents are broken ({first}), more than "

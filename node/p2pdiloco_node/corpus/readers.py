@@ -6,6 +6,7 @@ begin, so that a large file is read by several processes and gives the same docu
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,11 @@ from p2pdiloco_node.corpus.tables import Rows, columns_words, read_hub, read_par
 from p2pdiloco_node.corpus.token_input import read_tokens
 
 BATCH_BYTES = 1 << 20
+# What a file of another encoding begins with; the first that fits counts.
+MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)  # fmt: skip
 END = 2**62  # of a part that goes to the end of what it reads
 
 
@@ -155,7 +161,7 @@ def _of_rows(entry: Input, tables: Iterator[Rows]) -> Iterator[Batch]:
 def _text(entry: Input, at: int, stop: int, *, aligned: bool) -> Iterator[Batch]:
     """A file is one document, or cut near each multiple of `limits.document_bytes_max`."""
     grid = limits.document_bytes_max
-    source = pieces(entry.path, entry.packed, at)
+    source = _pieces(entry, at)
     room = bytearray()  # of the file from `at` on
 
     def fill(size: int) -> None:
@@ -236,7 +242,7 @@ def _lines(entry: Input, at: int, stop: int, *, aligned: bool) -> Iterator[tuple
     rest = bytearray()
     searching = begins != at  # for the end of the line that began before
     at = begins
-    for piece in pieces(entry.path, entry.packed, begins):
+    for piece in _pieces(entry, begins):
         if searching:
             end = piece.find(b"\n")
             at += len(piece) if end < 0 else end + 1
@@ -262,6 +268,27 @@ def _lines(entry: Input, at: int, stop: int, *, aligned: bool) -> Iterator[tuple
             return
     if rest and not searching and at < stop:
         yield [bytes(rest)], at
+
+
+def _pieces(entry: Input, at: int) -> Iterator[bytes]:
+    """As `pieces`. Raises: OperatorError: the file begins with the mark of another encoding than UTF-8.
+
+    Its later parts might pass as UTF-8: what is not English would be trained on as noise.
+    """
+    source = pieces(entry.path, entry.packed, at)
+    if at == 0:
+        head = b""
+        while len(head) < len(codecs.BOM_UTF32) and (piece := next(source, b"")):
+            head += piece
+        for mark, encoding in MARKS:
+            if head.startswith(mark):
+                raise OperatorError(
+                    f"{entry.path} is text in {encoding}, by its first bytes, and a corpus is UTF-8: convert "
+                    f"it (iconv -f {encoding} -t UTF-8), or leave it out with --data."
+                )
+        if head:
+            yield head
+    yield from source
 
 
 def _check_length(entry: Input, rest: bytearray, at: int) -> None:

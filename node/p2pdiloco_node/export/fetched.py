@@ -79,6 +79,19 @@ class _Page(msgspec.Struct):
     nodes: list[_Row]
 
 
+async def read_spec(session: aiohttp.ClientSession, link: JoinLink) -> tuple[RunId, RunSpec]:
+    """Raises: OperatorError: nobody answers there, or with another run."""
+    try:
+        run, spec, _ = await fetch_run_spec(session, link.url, link.run)
+    except TransportError as error:
+        raise OperatorError(
+            f"No reachable tracker: tried {link.url} ({error}). Check the address, or ask its host whether "
+            "it runs.",
+            NETWORK,
+        ) from None
+    return run, spec
+
+
 class LinkedRun:
     """`async with LinkedRun(link, folder) as linked`: the run behind a link; blobs go into `folder`."""
 
@@ -106,15 +119,7 @@ class LinkedRun:
 
     async def open(self) -> tuple[RunId, RunSpec]:
         """The run and who has it. Raises: OperatorError: nobody answers there, or with another run."""
-        url = self._link.url
-        try:
-            run, spec, _ = await fetch_run_spec(self._session, url, self._link.run)
-        except TransportError as error:
-            raise OperatorError(
-                f"No reachable tracker: tried {url} ({error}). Check the address, or ask its host whether it "
-                "runs.",
-                NETWORK,
-            ) from None
+        run, spec = await read_spec(self._session, self._link)
         self._spec = spec
         await self._meet(run, spec)
         return run, spec

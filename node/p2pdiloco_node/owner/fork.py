@@ -21,11 +21,13 @@ import msgspec
 
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.exit_codes import USAGE
-from p2pdiloco.ids import Digest, RunId, digest_of, merkle_root
+from p2pdiloco.ids import NO_DIGEST, Digest, RunId, digest_of, merkle_root
 from p2pdiloco.run_spec import (
     FORMAT,
     MATH_VERSION,
+    BlobRef,
     DataSpec,
+    EvaluationSet,
     Genesis,
     InnerSpec,
     ModelSpec,
@@ -36,20 +38,29 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
+from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.corpus.making import Request, make_data
+from p2pdiloco_node.corpus.sources import find_inputs
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import Certified
-from p2pdiloco_node.export.fetched import LinkedRun
+from p2pdiloco_node.export.fetched import LinkedRun, read_spec
 from p2pdiloco_node.export.sources import Found, from_folder, from_link
-from p2pdiloco_node.progress import Told, Watch
+from p2pdiloco_node.progress import Quiet, Told, Watch
 from p2pdiloco_node.run_checks import Declared, check_run, check_types, replaced
 from p2pdiloco_node.run_file import Parts
 from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
-from p2pdiloco_node.run_new import BOOTSTRAP_PASSES, TRUSTED_PASSES, check_folder
+from p2pdiloco_node.run_new import (
+    BOOTSTRAP_PASSES,
+    TRUSTED_PASSES,
+    check_folder,
+    drop_others,
+    sigterm_is_ctrl_c,
+)
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.transport.http_session import make_session
 
 FETCHED = "fetched"
 # What a fork cannot have otherwise: the model and its tokenizer are the parent's.
@@ -81,6 +92,18 @@ async def fork(
             if key in parts[table]:
                 raise OperatorError(f"{key} is the parent's in a fork: leave [{table}] {key} out.", USAGE)
     check_folder(out)
+    if owner_key.exists():  # noqa: ASYNC240 - a look at one name
+        load_or_make_key(owner_key, Files())
+    # Whoever is refused has fetched nothing, and no folder is left.
+    check_draft(*await _spec_of(source), parts, declared)
+    with sigterm_is_ctrl_c():
+        return await _fork(source, version, out, parts, owner_key, declared, told)
+
+
+async def _fork(
+    source: JoinLink | Path, version: str, out: Path, parts: Parts, owner_key: Path, declared: Declared,
+    told: Told,
+) -> Forked:  # fmt: skip
     files, work = Files(), out / MAKING / FETCHED
     watch = told.progress
     if isinstance(source, Path):
@@ -107,7 +130,8 @@ async def fork(
         data = _replaced_data(data, parts["data"])
     witness = load_or_make_key(out / WITNESS_KEY, files)
     owner = load_or_make_key(owner_key, files)
-    spec = _spec(found, parts, data, genesis, told)
+    origin = Parent(found.origin.run, found.certified.version, found.certified.params_root)
+    spec = _spec(parent, origin, parts, data, genesis, told)
     prompts = await asyncio.to_thread(
         encode_prompts, data.tokenizer, lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
         spec.samples.prompts,
@@ -118,14 +142,45 @@ async def fork(
     )  # fmt: skip
     check_types(spec)
     warnings = check_run(spec, declared)
+    await asyncio.to_thread(drop_others, out / BLOBS, spec)
     await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
     shutil.rmtree(out / MAKING, ignore_errors=True)
     return Forked(run_id_of(encode(spec)), spec, warnings)
 
 
-def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis, told: Told) -> RunSpec:
+async def _spec_of(source: JoinLink | Path) -> tuple[RunId, RunSpec]:
+    """Raises: OperatorError: there is no such run, or nobody answers."""
+    if isinstance(source, Path):
+        return await asyncio.to_thread(lambda: on_disk.open_spec(on_disk.locate(source).spec))
+    async with make_session(connections_max=1, per_host_max=0, build=__version__) as session:
+        return await read_spec(session, source)
+
+
+def check_draft(run: RunId, parent: RunSpec, parts: Parts, declared: Declared) -> None:
+    """Everything that neither the version nor the text is needed for. Raises: OperatorError."""
+    declared.check()
+    data = parent.data
+    if parts["data"].get("data"):
+        find_inputs(parts["data"]["data"], text_key=parts["data"].get("text_key", "text"))
+        # What other text must have at least, and is checked for itself.
+        text = BlobRef(NO_DIGEST, 1, parts["model"].get("seq_len", parent.model.seq_len) + 1)
+        data = msgspec.structs.replace(data, shards=(text,), evaluations=(EvaluationSet("all", text, 1),))
+        fields = {key: value for key, value in parts["data"].items() if key == "window_shards"}
+    else:
+        fields = parts["data"]
+    origin = Parent(run, 0, NO_DIGEST)
+    spec = _spec(parent, origin, parts, _replaced_data(data, fields), parent.genesis, Quiet())
+    encoded = ((),) * len(spec.samples.prompts)  # known when the tokenizer is
+    spec = msgspec.structs.replace(spec, samples=msgspec.structs.replace(spec.samples, encoded=encoded))
+    check_types(spec)
+    check_run(spec, declared)
+
+
+def _spec(
+    parent: RunSpec, origin: Parent, parts: Parts, data: DataSpec, genesis: Genesis, told: Told
+) -> RunSpec:  # fmt: skip
     """The parent's figures, but for what `parts` says. Raises: OperatorError."""
-    parent, run = found.origin.spec, parts["run"]
+    run = parts["run"]
     model = parent.model
     if "seq_len" in parts["model"]:
         model = replaced(model, {"seq_len": parts["model"]["seq_len"]}, "model")
@@ -135,7 +190,6 @@ def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis, told: To
         inner = msgspec.structs.replace(inner, warmup_tokens=tokens // 10)
     admission = run.get("admission", parent.admission)
     trust, bootstrap = _admitted(parent, admission, _tokens_of_a_pass(inner, model), told)
-    version = found.certified.version
     fields: Mapping[str, Any] = {
         "format": FORMAT,
         "math_version": MATH_VERSION,
@@ -155,8 +209,8 @@ def _spec(found: Found, parts: Parts, data: DataSpec, genesis: Genesis, told: To
         "eval_every": run.get("eval_every", parent.eval_every),
         "evaluators_max": run.get("evaluators_max", parent.evaluators_max),
         "nonce": secrets.token_bytes(16),
-        "origin": f"version {version} of {parent.name}"[:120],
-        "parent": Parent(found.origin.run, version, found.certified.params_root),
+        "origin": f"version {origin.version} of {parent.name}"[:120],
+        "parent": origin,
     }
     return msgspec.structs.replace(parent, **fields)
 

@@ -72,7 +72,7 @@ class Allow(Frame, frozen=True):
 
     until_sequence: int
     why: str  # one sentence for the person, said while waiting
-    prolong: bool = True  # False: it waits where the pass would end, and before another begins
+    prolong: bool = True  # False: a pass ends at its length as always, and no other begins
 
 
 class Evaluate(Frame, frozen=True):
@@ -125,7 +125,7 @@ class Stepped(Frame, frozen=True):
     """At most every half second."""
 
     step: int  # inner steps of this pass so far
-    inner_steps: int  # H
+    inner_steps: int  # of this pass in all, as far as it is known: H from the first adoption in it
     loss: float  # of the last inner step, nats per token
     tokens_per_s: float  # since the last report
     longest_gap_s: float  # between the ends of two inner steps since the last report

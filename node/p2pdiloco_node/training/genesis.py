@@ -1,25 +1,26 @@
 """Makes version 0: `python -m p2pdiloco_node.training.genesis`, a process with torch.
 
-Started by version_0.py. Reads a GenesisOrder, writes the params as raw little-endian float32 to a file, one
-tensor at a time, and a GenesisMade to standard output. Version 0 travels as a snapshot, never as a seed: the
-same seed gives other numbers on another CPU (algorithm.md 5).
+Started by version_0.py. Reads a GenesisOrder, lets the model compute once (trial.py), writes the params as
+raw little-endian float32 to a file, one tensor at a time, and a GenesisMade to standard output. Version 0
+travels as a snapshot, never as a seed: the same seed gives other numbers on another CPU (algorithm.md 5).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import ModelSpec
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco_node.training.checkpoint_reader import read_checkpoint
-from p2pdiloco_node.training.families import check_values, drops_out
+from p2pdiloco_node.training.families import check_values, drops_out, open_config
 from p2pdiloco_node.training.models import (
     frozen_config,
     initialised,
@@ -29,6 +30,9 @@ from p2pdiloco_node.training.models import (
     tensor_layout,
 )
 from p2pdiloco_node.training.presets import config_bytes
+from p2pdiloco_node.training.ram import ram
+from p2pdiloco_node.training.trainer_process import die_with_parent
+from p2pdiloco_node.training.trial import check_room, try_model
 from p2pdiloco_node.training.version_0 import KNOWN_WHY, GenesisMade, GenesisOrder
 
 
@@ -49,30 +53,42 @@ def make(order: GenesisOrder) -> GenesisMade:
         raise OperatorError(f"the model's config holds what JSON cannot: {error}.") from None
     if len(frozen) > limits.model_config_bytes_max:
         raise OperatorError(f"the model's config takes more than {limits.model_config_bytes_max} bytes.")
-    notes = (
-        [f"Dropout as the config asks: {', '.join(found)}."]
-        if (found := drops_out(order.family, arguments))
-        else []
-    )
+    # From here on the config is what every node will read.
+    config = make_config(order.family, open_config(order.family, frozen))
+    if order.vocab_size > config.vocab_size:
+        raise OperatorError(
+            f"the tokenizer has {order.vocab_size} tokens and the model knows {config.vocab_size}: use the "
+            "tokenizer it was trained with (--tokenizer)."
+        )
+    tensors = tensor_layout(outline(order.family, config))
+    spec = ModelSpec(order.family, "", frozen, order.vocab_size, order.seq_len, tensors)
+    check_room(spec, ram().free)
+    notes = []
+    if found := drops_out(order.family, arguments):
+        notes.append(f"Dropout as the config asks: {', '.join(found)}.")
     if order.checkpoint:
         model = read_checkpoint(order.family, config, Path(order.checkpoint))
-    elif order.params:
+    else:
         torch.manual_seed(order.seed)
         model = initialised(order.family, config)
-    else:
-        model = outline(order.family, config)
-    if not order.params:
-        return GenesisMade(frozen, tensor_layout(model), tuple(notes), releases())
-    with Path(order.params).open("wb") as file:
-        for _, parameter in model.named_parameters():
-            values = parameter.detach().float().contiguous().numpy()
-            if not np.isfinite(values).all():
-                raise OperatorError("the checkpoint holds values that are not finite: it is no sound start.")
-            values.astype("<f4", copy=False).tofile(file)
-    return GenesisMade(frozen, tensor_layout(model), tuple(notes), releases())
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            start = "checkpoint" if order.checkpoint else "initialised model"
+            raise OperatorError(
+                f"the {start} holds values that are not finite ({name}): it is no sound start."
+            )
+    notes += try_model(model, spec, ram().free)
+    if order.params:
+        with Path(order.params).open("wb") as file:
+            for _, parameter in model.named_parameters():
+                values = parameter.detach().float().contiguous().numpy()
+                values.astype("<f4", copy=False).tofile(file)
+    return GenesisMade(frozen, tensors, tuple(notes), releases())
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is that of the process that started this one
+    die_with_parent()
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is not the answer
     order = decode(sys.stdin.buffer.read(), GenesisOrder)
@@ -80,7 +96,7 @@ def main() -> None:
         made = make(order)
     except OperatorError as error:
         print(error, file=sys.stderr, flush=True)
-        raise SystemExit(KNOWN_WHY) from None
+        raise SystemExit(KNOWN_WHY + error.exit_code) from None
     output.write(encode(made))
     output.close()
 

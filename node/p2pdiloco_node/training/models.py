@@ -274,8 +274,13 @@ def _too_large(what: str) -> ModelRefused:
 
 
 def _unbuildable(family: str, error: Exception) -> ModelRefused:
-    said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     return ModelRefused(
-        f"a model of the family {family!r} cannot be made from this config: {said[:300]}.",
+        f"a model of the family {family!r} cannot be made from this config: {said_by(error)}.",
         exit_code=FILES,
     )
+
+
+def said_by(error: Exception) -> str:
+    """What torch or transformers said, in one line without its full stop."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return said[:300].rstrip(".")

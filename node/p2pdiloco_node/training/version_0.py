@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 from p2pdiloco.wire.codec import Struct, decode, encode
 from p2pdiloco_node.training.arrays import Floats, read_array
@@ -20,8 +21,7 @@ from p2pdiloco_node.training.presets import config_bytes
 from p2pdiloco_node.training.supervisor import trainer_environment
 
 GENESIS = (sys.executable, "-P", "-m", "p2pdiloco_node.training.genesis")
-KNOWN_WHY = 9  # exit code of genesis: its last line is a sentence for people
-RESOURCES = 6
+KNOWN_WHY = 64  # genesis ends with this and an exit code: its last line is a sentence for people
 HINTS = {  # by what the last line says
     "No module named": "pip install 'p2pdiloco[node]'",
     "No space left": "make room on the disk, or choose a folder on another disk with --out",
@@ -34,10 +34,11 @@ class GenesisOrder(Struct, frozen=True):
 
     family: str
     config: bytes  # JSON arguments of the family's class, as the owner gave them
+    vocab_size: int  # of the tokenizer
     seq_len: int  # tokens of a training sequence
     checkpoint: str  # folder; empty: initialise
     seed: int
-    params: str  # file to write: raw little-endian float32; empty: none, the model is only looked at
+    params: str  # file to write: raw little-endian float32; empty: none, the model is only tried
 
 
 class GenesisMade(Struct, frozen=True):
@@ -52,31 +53,36 @@ class GenesisMade(Struct, frozen=True):
 async def look_at_model(choice: ModelChoice, *, vocab_size: int) -> ModelSpec:
     """The RunSpec's model, without params: for what is checked before anything is made.
 
-    Raises: OperatorError: it cannot be made, or its checkpoint cannot be read.
+    Raises: OperatorError: it cannot be made or computed with, or its checkpoint cannot be read.
     """
     return _spec(choice, vocab_size, await _made(choice, 0, vocab_size, ""))
 
 
 async def make_version_0(
-    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path | None = None
+    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path
 ) -> tuple[ModelSpec, Floats, tuple[str, ...]]:
     """The RunSpec's model, its params (params,) and what the owner should know.
 
-    `vocab_size`: of the tokenizer. `folder`: where there is room for the params for a moment.
+    `vocab_size`: of the tokenizer. `folder`: of the params for a moment; what a killed call left there goes.
 
     Raises: OperatorError: it failed; says why.
     """
-    with tempfile.TemporaryDirectory(prefix="p2pdiloco-genesis-", dir=folder) as work:
-        path = Path(work) / "params.f32"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()  # noqa: ASYNC240 - one call
+    try:
+        path = folder / "params.f32"
         made = await _made(choice, seed, vocab_size, str(path))
         spec = _spec(choice, vocab_size, made)
         return spec, await asyncio.to_thread(read_array, path, spec.params), made.notes
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _made(choice: ModelChoice, seed: int, vocab_size: int, params: str) -> GenesisMade:
     order = GenesisOrder(
         family=choice.family,
         config=config_bytes(choice.arguments(vocab_size)),
+        vocab_size=vocab_size,
         seq_len=choice.seq_len,
         checkpoint=str(choice.checkpoint.resolve()) if choice.checkpoint else "",
         seed=seed,
@@ -114,7 +120,7 @@ async def _run(order: bytes) -> bytes:
     if process.returncode == 0:
         return made
     last = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-    if process.returncode == KNOWN_WHY:
-        raise OperatorError(f"version 0 is not made: {last[:1000]}")
+    if process.returncode is not None and process.returncode > KNOWN_WHY:
+        raise OperatorError(f"version 0 is not made: {last[:1000]}", process.returncode - KNOWN_WHY)
     hint = next((hint for sign, hint in HINTS.items() if sign in last), "free memory, try again")
     raise OperatorError(f"version 0 could not be made ({last[:300]}): {hint}.", RESOURCES)

@@ -19,7 +19,7 @@ import msgspec
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId
-from p2pdiloco.rules.passes import Next, Pass, next_move
+from p2pdiloco.rules.passes import Next, Pass, next_move, steps_expected
 from p2pdiloco.rules.schedule import learning_rate
 from p2pdiloco.run_spec import RunSpec, run_id_of
 from p2pdiloco.wire.codec import decode
@@ -250,7 +250,7 @@ class Worker:
         self._emit(
             frames.Stepped(
                 current.steps,
-                self.spec.inner.inner_steps,
+                steps_expected(current, inner_steps=self.spec.inner.inner_steps),
                 loss,
                 self._reported_tokens / elapsed,
                 self._longest_gap_s,

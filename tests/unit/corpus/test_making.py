@@ -424,6 +424,12 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
         (Request(["in/blank.md"]), "no document has any text", 3),
         (Request(["in/empty.md"]), "the corpus is empty: 1 files without a byte", 3),
         (
+            Request(["in/latin.md", "in/blank.md"]),
+            r"there is no text: 1 of 2 documents are broken \(.*latin\.md, line 1: it is not U.*1 are empty",
+            3,
+        ),
+        (Request(["in/wide.txt"]), r"wide\.txt is text in UTF-16.*convert it \(iconv", 3),
+        (
             Request(["in/half.jsonl"]),
             r"20 of 120 documents are broken \(.*half\.jsonl, line 1: .*more than 10",
             3,
@@ -437,6 +443,8 @@ def test_what_is_refused_leaves_nothing_behind(
     (folder / "x.bin").write_bytes(bytes(100))
     (folder / "blank.md").write_text("\n \n")
     (folder / "empty.md").write_text("")
+    (folder / "latin.md").write_bytes("café".encode("latin-1"))
+    (folder / "wide.txt").write_text("the swarm trains one model\n" * 40_000, encoding="utf-16")
     good = [json.dumps({"text": text(i)}) for i in range(100)]
     (folder / "half.jsonl").write_text("\n".join(["{"] * 20 + good))
     with pytest.raises(OperatorError, match=sentence) as caught:

@@ -187,6 +187,22 @@ def test_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     assert "line 52430: it is not UTF-8" in describe(entry, fault)
 
 
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.txt.zst", "x.jsonl", "x.jsonl.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_another_encoding_is_refused_by_its_mark(tmp_path: Path, name: str, encoding: str) -> None:
+    entry = entry_of(tmp_path / name, f"\ufeffΤο σμήνος\n{'the swarm ' * 40}\n".encode(encoding))
+    with pytest.raises(OperatorError, match=rf"{name} is text in {encoding[:6].upper()}.*iconv") as caught:
+        read(entry)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_mark_is_seen_in_small_pieces(tmp_path: Path) -> None:
+    entry = entry_of(tmp_path / "x.txt.gz", "\ufefftext".encode("utf-32-be"))
+    with pytest.raises(OperatorError, match="is text in UTF-32"):
+        read(entry)
+
+
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_damaged_compressed_files_are_refused(tmp_path: Path, packed: str, damage: str) -> None:

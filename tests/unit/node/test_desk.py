@@ -352,6 +352,14 @@ async def test_the_last_evaluation_takes_as_long_as_it_shows_progress(
     assert kit.said == []
 
 
+async def test_what_an_end_waits_for_is_said(kit: Kit) -> None:
+    assert kit.desk.leaving_words() == ""
+    kit.desk.evaluate(4, ROOT, soon(4))
+    assert "evaluation of version 4 is given up, and the trainer has 2 s to end" in kit.desk.leaving_words()
+    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
+    assert kit.desk.leaving_words() == ""
+
+
 @pytest.mark.parametrize("limit", ["evaluation_silent_s_max", "last_evaluation_s_max"])
 async def test_a_last_evaluation_that_does_not_come_is_said(
     kit: Kit, monkeypatch: pytest.MonkeyPatch, limit: str

@@ -72,6 +72,21 @@ def test_status_of_all_or_of_one_for_people_or_programs(
     assert [s["name"] for s in json.loads(said("--json"))] == ["one", "two"]
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.example.com",
+        "http://localhost.example.com:80",
+        "http://127.0.0.1:80@example.com",
+        "https://[::1]",
+    ],
+)
+def test_status_asks_this_machine_only(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a name that only begins like it would be asked."""
+    assert run_command(["status", "--url", url]) == 2
+    assert "daemons answer on this machine only" in capsys.readouterr().err
+
+
 def test_verify_for_people_or_programs(
     tmp_path: Path, fake_run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ def status(telemetry: Telemetry) -> NodeStatus:
 
 def test_everything_fits_eighty_columns_and_is_said_once() -> None:
     telemetry = Telemetry("n" * 32, ME, RunId(bytes(32)), "r" * 32, role="node", pid=1, inner_steps=100)
-    telemetry.stepped(99, 11.5, 123_456.0, 0.1, 2)
+    telemetry.stepped(99, 100, 11.5, 123_456.0, 0.1, 2)
     telemetry.waiting("waiting for the swarm: 2 deltas are not settled yet")
     telemetry.tracker_failed("refused")
     lines = in_words(status(telemetry))

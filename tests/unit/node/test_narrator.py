@@ -38,13 +38,13 @@ def test_it_says_what_it_fetches_and_then_what_it_trains() -> None:
     assert kit.line(9).startswith("joining: fetching data shards: 2 of 3")
     kit.telemetry.begins("cpu")
     assert kit.line(1).startswith("syncing: the trainer begins (cpu)")
-    kit.telemetry.stepped(3, 2.5, 1234.4, 0.1, 2)
+    kit.telemetry.stepped(3, 8, 2.5, 1234.4, 0.1, 2)
     kit.telemetry.receipt(DeltaReceipt(b"d" * 32, Outcome.HELD, "", 0.0))
     assert kit.line(1) == (
         "training; version 2; inner step 3 of 8; loss 2.500; 1,234 tokens/s; last delta held; "
         "node 6f6f6f6f aggregates"
     )
-    kit.telemetry.stepped(4, 2.4, 1200.0, 0.1, 2)
+    kit.telemetry.stepped(4, 8, 2.4, 1200.0, 0.1, 2)
     assert kit.line(9.9) == ""
     kit.aggregator = ME
     assert kit.line(0.1).endswith("this node aggregates")

@@ -77,7 +77,7 @@ def test_version_0_is_in_the_forecast_of_the_disk(
 
 def test_what_a_killed_call_left_of_version_0_is_taken_up(tmp_path: Path) -> None:
     """Its folder is inside the one that the next call knows."""
-    (tmp_path / "making" / "p2pdiloco-genesis-x").mkdir(parents=True)
+    (tmp_path / "making" / "version-0").mkdir(parents=True)
     check_folder(tmp_path)
 
 

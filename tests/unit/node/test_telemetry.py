@@ -98,15 +98,15 @@ def test_the_last_delta_is_in_the_page_s_words_and_nothing_is_held_when_the_run_
 
 
 def test_steps_gaps_and_a_loss_that_is_not_finite(telemetry: Telemetry, clock: Clock) -> None:
-    telemetry.stepped(2, 3.5, 100.0, 0.2, 1)
-    telemetry.stepped(4, float("nan"), 100.0, 1.2, 1)
-    telemetry.stepped(1, 3.0, 100.0, 0.1, 2)
+    telemetry.stepped(2, 4, 3.5, 100.0, 0.2, 1)
+    telemetry.stepped(4, 4, float("nan"), 100.0, 1.2, 1)
+    telemetry.stepped(1, 4, 3.0, 100.0, 0.1, 2)
     said = status(telemetry)
     assert said.inner_steps_done == 5
     assert said.longest_inner_gap_s == 1.2
     assert [(g.at_monotonic_s, g.seconds) for g in said.gaps] == [(50.0, 1.2)]
     assert said.state.word == "training"
-    telemetry.stepped(2, float("inf"), 100.0, 0.1, 2)
+    telemetry.stepped(2, 4, float("inf"), 100.0, 0.1, 2)
     assert status(telemetry).loss is None
     assert b"null" in to_json(status(telemetry))
 
@@ -122,7 +122,7 @@ def test_every_state_makes_a_report_that_the_tracker_takes(telemetry: Telemetry)
     for change in ("joining", "training", "waiting", "down", "braked", "leaving", "over"):
         match change:
             case "training":
-                telemetry.stepped(1, 2.0, 10.0, 0.1, 1)
+                telemetry.stepped(1, 4, 2.0, 10.0, 0.1, 1)
             case "waiting":
                 telemetry.waiting("no quorum")
             case "down" | "braked":

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import os
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import Parent, RunSpec, sign_run_spec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
-from p2pdiloco_node.owner.fork import _spec
+from p2pdiloco_node.owner.fork import _spec, fork
+from p2pdiloco_node.progress import Quiet
+from p2pdiloco_node.run_checks import Declared
 from p2pdiloco_node.run_file import read_run_file
+from p2pdiloco_node.storage.files import Files
+from p2pdiloco_node.storage.keys import load_or_make_key
 
 STRICT = {"admission": "open", "trust_tokens": 123_456_789, "bootstrap_tokens": 987_654_321}
 
@@ -29,14 +35,12 @@ def forked(parent: dict[str, Any], **tables: dict[str, Any]) -> tuple[RunSpec, R
     """(parent, fork, what was said)."""
     tiny = tiny_run(FastSigner("owner"), FastSigner("witness").peer_id)
     spec = msgspec.structs.replace(tiny.spec, **parent)
-    origin = SimpleNamespace(spec=spec, run=tiny.run)
-    found = SimpleNamespace(origin=origin, certified=SimpleNamespace(version=1, params_root=bytes(32)))
     parts = read_run_file(None)
     for table, fields in tables.items():
         parts[table].update(fields)
     told = Heard()
-    fork = _spec(cast("Any", found), parts, spec.data, spec.genesis, cast("Any", told))
-    return spec, fork, told.said
+    made = _spec(spec, Parent(tiny.run, 1, bytes(32)), parts, spec.data, spec.genesis, cast("Any", told))
+    return spec, made, told.said
 
 
 @pytest.mark.parametrize("tables", [{}, {"inner": {"lr": 1e-5}}, {"run": {"tokens": 10**9}}])
@@ -62,3 +66,41 @@ def test_another_admission_has_the_figures_of_a_new_run() -> None:
     of_a_pass = local.inner.inner_steps * local.inner.sequences_per_step * local.model.seq_len
     assert (fork.trust_tokens, fork.bootstrap_tokens) == (16 * of_a_pass, 64 * of_a_pass)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"run": {"name": "n" * 200}}, "name"),
+        ({"run": {"tokens": 1}}, "1 tokens are less than one full round"),
+        ({"inner": {"lr": -1.0}}, "lr"),
+        ({"inner": {"nonsense": 1}}, "has no field 'nonsense'"),
+        ({"outer": {"mu": 1.0}}, "outer.mu is 1"),
+        ({"committee": {"timeout_s_min": 0.001}}, "committee.timeout_s_min"),
+        ({"model": {"seq_len": 2000}}, "no data shard holds a sequence"),
+        ({"data": {"text_key": "body"}}, "name the text with --data"),
+        ({"data": {"data": ["nowhere.txt"]}}, "nowhere.txt"),
+        ({"run": {"name": "fine"}}, "log"),  # and only then is the log looked at
+    ],
+    ids=str,
+)
+async def test_what_cannot_work_is_said_before_anything_is_read(
+    tmp_path: Path, tables: dict[str, dict[str, Any]], said: str
+) -> None:
+    """The parent's folder has a RunSpec, and a log that holds nothing."""
+    owner = load_or_make_key(tmp_path / "owner.key", Files())
+    tiny = tiny_run(owner, FastSigner("witness").peer_id)
+    parent = tmp_path / "parent"
+    (parent / "journal").mkdir(parents=True)
+    (parent / "spec.bin").write_bytes(sign_run_spec(tiny.spec, owner))
+    (parent / "journal/log").write_bytes(b"no log")
+    parts = read_run_file(None)
+    for table, fields in tables.items():
+        parts[table].update(fields)
+    with pytest.raises(OperatorError, match=said) as e:
+        await fork(
+            parent, "newest", tmp_path / "out", parts, owner_key=tmp_path / "mine.key", declared=Declared(),
+            told=Quiet(),
+        )  # fmt: skip
+    assert (str(parent) in str(e.value)) == (said == "log")
+    assert sorted(os.listdir(tmp_path)) == ["owner.key", "parent"]  # noqa: PTH208

@@ -246,9 +246,9 @@ def test_pause_and_resume() -> None:
     p, t = at(3, 3)
     adopt(p, t)
     (order,) = owner_says(p, t, "pause")
-    assert (order.allowed, "paused" in order.why) == (0, True)
+    assert (order.prolong, "paused" in order.why) == (False, True)
     p.delivery.allow()  # whatever else happens
-    assert take(p.drain(), AllowPasses)[0].allowed == 0
+    assert not take(p.drain(), AllowPasses)[0].prolong
     assert owner_says(p, t, "resume") == [AllowPasses(2, "")]
 
 
@@ -256,8 +256,8 @@ def test_a_pause_is_seen_while_catching_up_and_holds_over_a_restart() -> None:
     p, t = at(3, 3)
     p.applied.index = 2  # more entries are certified than applied
     (order,) = owner_says(p, t, "pause")
-    assert order.allowed == 0
+    assert not order.prolong
     again = Trainee(p.ctx, p.log, p.applied, p.delivery, 3)
     p.delivery.paused = False  # a new life
     again.started()
-    assert take(p.drain(), AllowPasses)[0].allowed == 0
+    assert not take(p.drain(), AllowPasses)[0].prolong

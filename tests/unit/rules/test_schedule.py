@@ -77,13 +77,14 @@ def test_with_too_much_in_flight_it_is_prolonged_fourfold_then_waits() -> None:
 def test_a_paused_run_prolongs_nothing_and_begins_nothing() -> None:
     """A pause took inner steps up to four times a pass's length, which nobody had asked for."""
 
-    def paused(steps: int, seconds: float) -> Next:
+    def paused(steps: int, seconds: float, *, allowed: bool = True) -> Next:
         current = Pass(base_version=3, data_first=0, steps=steps, seconds=seconds)
-        return next_move(current, inner_steps=10, pass_s=5.0, allowed=False, prolong=False)
+        return next_move(current, inner_steps=10, pass_s=5.0, allowed=allowed, prolong=False)
 
     assert paused(9, 4.9) is Next.STEP  # the pass under way ends as always
-    assert paused(10, 1.0) is Next.WAIT
-    assert paused(2, 5.0) is Next.WAIT
+    assert paused(10, 1.0) is Next.FINISH
+    assert paused(2, 5.0) is Next.FINISH
+    assert paused(10, 1.0, allowed=False) is Next.WAIT
     assert paused(0, 0.0) is Next.WAIT
 
 

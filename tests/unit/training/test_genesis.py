@@ -33,7 +33,9 @@ def made(model: str, folder: Path, *, vocab_size: int = 256, seed: int = 1) -> t
     choice, path = choose_model(model), folder / "params.f32"
     checkpoint = str(choice.checkpoint or "")
     config = config_bytes(choice.arguments(vocab_size))
-    answer = make(GenesisOrder(choice.family, config, choice.seq_len, checkpoint, seed, str(path)))
+    answer = make(
+        GenesisOrder(choice.family, config, vocab_size, choice.seq_len, checkpoint, seed, str(path))
+    )
     spec = ModelSpec(choice.family, choice.name, answer.config, vocab_size, choice.seq_len, answer.tensors)
     return spec, read_array(path, spec.params)
 
@@ -72,7 +74,7 @@ def losses(spec: ModelSpec, params: Floats, model: Any) -> tuple[float, float]:
 def test_positions_must_hold_a_sequence(tmp_path: Path) -> None:
     from p2pdiloco_node.training.genesis import make
 
-    order = GenesisOrder("llama", config_bytes(LLAMA), 65, "", 1, str(tmp_path / "params.f32"))
+    order = GenesisOrder("llama", config_bytes(LLAMA), 256, 65, "", 1, str(tmp_path / "params.f32"))
     with pytest.raises(OperatorError, match="--seq-len 65 is more than the 64 positions"):
         make(order)
 
@@ -81,7 +83,7 @@ def test_dropout_that_the_config_asks_for_is_said(tmp_path: Path) -> None:
     from p2pdiloco_node.training.genesis import make
 
     order = GenesisOrder(
-        "llama", config_bytes(LLAMA | {"attention_dropout": 0.1}), 64, "", 1, str(tmp_path / "p")
+        "llama", config_bytes(LLAMA | {"attention_dropout": 0.1}), 256, 64, "", 1, str(tmp_path / "p")
     )
     assert make(order).notes == ("Dropout as the config asks: attention_dropout 0.1.",)
 

@@ -270,6 +270,23 @@ def test_pausing_stops_steps_and_is_no_gap(bench: Bench) -> None:
     assert bench.all(frames.PassDone)[0].steps == 4  # pass_s does not run while paused
 
 
+def test_a_report_says_how_long_its_pass_is(bench: Bench) -> None:
+    """Adoption moves a pass's end, and with too much in flight it goes on: "inner step 25 of 24" was said."""
+
+    def told() -> list[tuple[int, int]]:
+        found = [(s.step, s.inner_steps) for s in bench.all(frames.Stepped)]
+        bench.said.clear()
+        return found
+
+    bench.turn(3)
+    bench.adopt(bench.tiny.params, version=1)
+    bench.turn(4)
+    assert told() == [(1, 4), (2, 4), (3, 4), (4, 7), (5, 7), (6, 7), (7, 7)]
+    bench.worker.obey(frames.Allow(0, "waiting for the swarm"))
+    bench.turn(9)
+    assert told() == [(n, 16) for n in range(8, 17)]  # four times H is the most
+
+
 def test_reports_come_at_most_every_half_second(bench: Bench) -> None:
     bench.turn(4)
     reports = bench.all(frames.Stepped)
@@ -325,9 +342,21 @@ def test_a_run_of_another_model_is_not_trained(tiny: TinyModelRun) -> None:
         Bench(tiny, spec=msgspec.structs.replace(tiny.spec, model=model))
 
 
-def test_when_the_owner_pauses_a_pass_ends_at_its_length_and_goes_out_when_the_run_goes_on(
-    bench: Bench,
-) -> None:
+def test_when_the_owner_pauses_a_pass_ends_at_its_length_and_goes_out_at_once(bench: Bench) -> None:
+    bench.turn(1)
+    bench.worker.obey(frames.Allow(2, "the owner paused the run", prolong=False))
+    bench.turn(9)
+    assert len(bench.rates) == 4  # H, and no pass behind it
+    assert [p.steps for p in bench.all(frames.PassDone)] == [4]
+    assert bench.worker.idle
+    assert bench.all(frames.Waiting)[-1].why == "the owner paused the run"
+    bench.now += 1000
+    bench.worker.obey(frames.Allow(2, ""))
+    bench.turn(5)
+    assert [p.steps for p in bench.all(frames.PassDone)] == [4, 4]
+
+
+def test_in_a_pause_with_too_much_in_flight_a_pass_goes_out_when_there_is_room(bench: Bench) -> None:
     bench.turn(1)
     bench.worker.obey(frames.Allow(0, "the owner paused the run", prolong=False))
     bench.turn(9)
