@@ -106,6 +106,10 @@ AT_LEAST_1 = (
     "num_experts_per_tok", "num_attention_heads", "n_head",
 )  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions")
+SIZES = (
+    ("hidden_size", "n_embd"),
+    ("num_hidden_layers", "n_layer"),
+)  # without them nobody knows how large it is
 
 
 def family_of(name: str) -> Family:

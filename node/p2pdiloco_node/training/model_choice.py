@@ -14,7 +14,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import InnerSpec
 from p2pdiloco_node.training import presets
-from p2pdiloco_node.training.families import ABOUT_THE_FILE, POSITIONS, check_values, family_of
+from p2pdiloco_node.training.families import ABOUT_THE_FILE, POSITIONS, SIZES, check_values, family_of
 from p2pdiloco_node.training.shapes import read_shape
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -98,6 +98,13 @@ def _from_files(path: Path, seq_len: int | None) -> ModelChoice:
         )
     config = {key: value for key, value in given.items() if key not in ABOUT_THE_FILE}
     check_values(family, config)
+    for names in SIZES:
+        if not any(isinstance(config.get(name), int) for name in names):
+            raise OperatorError(
+                f"{file} does not say its {' or '.join(names)}, and would be as large as its class is by "
+                "default: write it into the file.",
+                FILES,
+            )
     if folder is not None:
         check_parts(folder)
     positions = next((int(config[key]) for key in POSITIONS if isinstance(config.get(key), int)), None)

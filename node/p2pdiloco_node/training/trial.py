@@ -33,8 +33,8 @@ def check_room(spec: ModelSpec, free: int) -> None:
     if needed > free:
         raise OperatorError(
             f"this model has {spec.params:,} parameters, and to make them takes {amount(needed)} of RAM, "
-            f"where {amount(free)} is free: choose a smaller model, write its sizes into its config (what a "
-            "config leaves out is its class's default), or use a machine with more memory.",
+            f"where {amount(free)} is free: choose a smaller model, or use a machine with more "
+            "memory (what a config leaves out is its class's default).",
             RESOURCES,
         )
 

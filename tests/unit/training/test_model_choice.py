@@ -89,6 +89,8 @@ def test_a_config_file(tmp_path: Path) -> None:
     [
         ({"model_type": None}, "does not say its model_type"),
         ({"model_type": "bert"}, "not trained by this build"),
+        ({"hidden_size": None}, "does not say its hidden_size or n_embd, and would be as large as its class"),
+        ({"num_hidden_layers": None}, "does not say its num_hidden_layers or n_layer"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"hidden_act": "evil"}, "hidden_act"),
     ],
