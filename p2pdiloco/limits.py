@@ -48,6 +48,7 @@ terms_counted_max = 8  # terms for which votes are collected at once
 bodies_remembered_max = 32  # bodies of proposals kept for certificates and re-proposals
 prepared_max = 4  # candidate outer steps computed at once: each is two copies of the model
 held_deltas_per_peer_max = 4  # a voter's memory for one sender's unlisted deltas
+beats_min = 2  # heartbeats in the shortest timeout: one may be lost
 committee_sizes = (1, 3, 5, 7)  # odd, so that no half can stand against the other; more only costs uploads
 snapshot_every_versions = 16  # a newcomer replays at most this many outer steps
 snapshots_kept = 2  # the newest may still be on its way to somebody when the next one is made
@@ -276,6 +277,7 @@ lab_cache_bytes_max = 1024 * MIB  # results kept for later; the oldest go first
 # What a RunSpec may ask of the nodes that join: a stranger wrote it
 run_tokens_max = 2**53  # whole numbers up to here are exact as float64, in which shares are computed
 run_versions_max = 2**40  # outer steps; one in a millisecond for thirty years
+run_seconds_min = 0.05  # of a pass, a heartbeat or a timeout: peers take 20 messages of a kind in a second
 inner_steps_max = 2**20  # of a pass; a day of twelve in a second
 sequences_per_step_max = 2**16  # of an inner step; each is a forward pass where memory is short
 sequence_tokens_max = 2**17  # of one sequence; longer contexts are trained in few places and never from home

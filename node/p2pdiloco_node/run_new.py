@@ -44,6 +44,7 @@ from p2pdiloco.run_spec import (
     RunSpec,
     SampleSpec,
     TokenizerSpec,
+    chunk_sizes,
     outer_defaults,
     run_id_of,
     sign_run_spec,
@@ -269,10 +270,11 @@ def check_draft(
         TokenizerSpec("json", model.vocab_size, 0), token_bytes_for(model.vocab_size), (text,),
         (EvaluationSet("all", text, 1),),
     )  # fmt: skip
-    nobody, nothing = Committee(PeerId(bytes(32)), ()), Genesis((NO_DIGEST,), (NO_DIGEST,))
+    nobody, chunks = Committee(PeerId(bytes(32)), ()), (NO_DIGEST,) * len(chunk_sizes(model.params))
     encoded = ((),) * len(loops.samples.prompts)
     spec = _spec(
-        order, choice, loops, model, _windowed(data, order), nothing, bytes(32), nobody, encoded
+        order, choice, loops, model, _windowed(data, order), Genesis(chunks, chunks), bytes(32), nobody,
+        encoded,
     )  # fmt: skip
     check_types(spec)
     check_run(spec, declared)

@@ -162,6 +162,12 @@ def outline_of(spec: ModelSpec) -> Any:
     Raises: ModelRefused: it is another model, too large, or cannot be built.
     """
     model = outline(spec.family, _config_of(spec))
+    if model.config.vocab_size < spec.vocab_size:
+        raise ModelRefused(
+            f"The run names {spec.vocab_size:,} tokens where its config knows {model.config.vocab_size:,}: a "
+            "run that lies. Nothing of it is built.",
+            exit_code=RUN,
+        )
     found = tensor_layout(model)
     if found != spec.tensors:
         said = f" (it was made with {spec.made_with})" if spec.made_with else ""

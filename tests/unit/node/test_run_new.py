@@ -21,7 +21,7 @@ NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.
 @pytest.mark.parametrize(
     ("flags", "code", "sentence"),
     [
-        (["--pass-s", "0.001"], 2, "a pass takes 0.001 s"),
+        (["--pass-s", "0.05", "--up-mbit", "0.001"], 2, "a pass takes 0.05 s"),
         (["--up-mbit", "0"], 2, "--up-mbit is a number above 0"),
         (["--memory-gb", "nan"], 2, "--memory-gb is a number above 0"),
         (["--memory-gb", "0.001"], 2, "0.001 GiB are declared"),

@@ -282,6 +282,10 @@ def test_a_run_whose_tensors_are_not_its_configs_is_refused() -> None:
         with pytest.raises(OperatorError, match=said) as refused:
             outline_of(msgspec.structs.replace(spec, tensors=tensors))
         assert refused.value.exit_code == 5
+    # A token without a row in the embedding would end the trainer at some step, and again.
+    with pytest.raises(OperatorError, match=r"The run names .* tokens where") as refused:
+        outline_of(msgspec.structs.replace(spec, vocab_size=VOCAB + 1))
+    assert refused.value.exit_code == 5
 
 
 def test_a_frozen_config_says_everything() -> None:
