@@ -59,7 +59,7 @@ from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
 from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
-from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
 from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
@@ -139,6 +139,8 @@ async def create_run(
     declared = declared or Declared()
     choice, loops = check_order(order, declared)
     check_folder(out)
+    key = owner_key or owner_key_path()
+    check_key(key)
     words = order.tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
     request = Request(
         order.data, order.text_key, words, order.eval_per_source, order.seed or 0, order.jobs, choice.seq_len
@@ -155,7 +157,6 @@ async def create_run(
     shards = _windowed(shards, order)
     make_folder(files, out / BLOBS)
     witness = load_or_make_key(out / WITNESS_KEY, files)
-    key = owner_key or owner_key_path()
     is_new = not key.exists()
     owner = load_or_make_key(key, files)
     told.say(

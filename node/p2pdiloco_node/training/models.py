@@ -83,6 +83,8 @@ def make_config(
         config = AutoConfig.for_model(
             family, **dict.fromkeys(TOKEN_IDS), **without_dropout(family, arguments)
         )
+    except MemoryError:  # says nothing about the model
+        raise
     except Exception as error:  # noqa: BLE001 - config classes raise what they like about their arguments
         raise _unbuildable(family, error) from None
     config.use_cache = False
@@ -144,6 +146,8 @@ def outline(family: str, config: Any) -> Any:
         with torch.device("meta"):
             model = _from_config(family, config)
     except ModelRefused:
+        raise
+    except MemoryError:  # says nothing about the model
         raise
     except Exception as error:  # noqa: BLE001 - model classes raise what they like about sizes that do not fit
         raise _unbuildable(family, error) from None

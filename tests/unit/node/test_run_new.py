@@ -37,6 +37,7 @@ NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.
         (["--set", "committee.timeout_s_min=0.5"], 2, "less than 2 heartbeats"),
         (["--seed", "99999999999999999999"], 2, "--seed is a whole number from 0 to"),
         (["--jobs", "100000"], 2, "--jobs is 0 to"),
+        (["--owner-key", "texts/a.txt/deep/owner.key"], 3, "a.txt is no folder that can be written to"),
     ],
 )
 def test_what_needs_no_text_is_refused_before_any_is_read(

@@ -288,6 +288,18 @@ def test_a_run_whose_tensors_are_not_its_configs_is_refused() -> None:
     assert refused.value.exit_code == 5
 
 
+def test_too_little_memory_is_not_the_config_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from p2pdiloco_node.training import models
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    spec, _ = tiny_spec("llama")
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_config", full)
+    with pytest.raises(MemoryError):
+        models.outline_of(spec)
+
+
 def test_a_frozen_config_says_everything() -> None:
     """Another release may have other defaults; the run's model may not change with them."""
     spec, _ = tiny_spec("llama")
