@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import os
 import re
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
