@@ -209,6 +209,7 @@ async def create_run(
     for warning in check_run(spec, declared):
         told.say(warning)
     signed = sign_run_spec(spec, owner)
+    check_folder(out)  # another call may have made its run there meanwhile
     await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.run_new import check_folder, sigterm_is_ctrl_c
+from p2pdiloco_node.run_new import Draft, Order, check_folder, create_run, sigterm_is_ctrl_c
 from p2pdiloco_node.training.families import ModelRefused, check_values
 
 NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.txt", "--out", "n"]
@@ -126,3 +128,19 @@ def test_a_model_of_nothing_is_refused(family: str, key: str) -> None:
 def test_a_model_that_cannot_train_is_refused_by_its_keys(config: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelRefused, match=key):
         check_values("mixtral", config)
+
+
+def test_two_calls_at_once_do_not_overwrite_each_other_s_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data's lock is free again while version 0 is made."""
+    (tmp_path / "a.txt").write_text("words and more words\n" * 5000)
+    order = Order("x", "llama:tiny", [str(tmp_path / "a.txt")], 2**30, admission="local")
+
+    async def tune(draft: Draft) -> RunSpec:
+        (tmp_path / "run" / "spec.bin").write_bytes(b"the other one's")
+        return draft.spec
+
+    with pytest.raises(OperatorError, match="already holds a run"):
+        asyncio.run(create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key", tune=tune))
+    assert (tmp_path / "run" / "spec.bin").read_bytes() == b"the other one's"
