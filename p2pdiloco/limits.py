@@ -277,7 +277,7 @@ lab_cache_bytes_max = 1024 * MIB  # results kept for later; the oldest go first
 # What a RunSpec may ask of the nodes that join: a stranger wrote it
 run_tokens_max = 2**53  # whole numbers up to here are exact as float64, in which shares are computed
 run_versions_max = 2**40  # outer steps; one in a millisecond for thirty years
-run_seconds_min = 0.05  # of a pass, a heartbeat or a timeout: peers take 20 messages of a kind in a second
+run_seconds_min = 0.05  # of a pass or a heartbeat: peers take 20 messages of a kind in a second
 inner_steps_max = 2**20  # of a pass; a day of twelve in a second
 sequences_per_step_max = 2**16  # of an inner step; each is a forward pass where memory is short
 sequence_tokens_max = 2**17  # of one sequence; longer contexts are trained in few places and never from home

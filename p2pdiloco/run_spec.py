@@ -31,7 +31,7 @@ TokenId = Annotated[int, Meta(ge=0, le=limits.tokenizer_ids_max - 1)]
 Prompt = Annotated[str, Meta(max_length=limits.sample_prompt_chars_max)]
 Encoded = Annotated[tuple[TokenId, ...], Meta(max_length=limits.sample_prompt_tokens_max)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-Seconds = Annotated[float, Meta(ge=limits.run_seconds_min, le=86400)]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class BlobRef(Struct, frozen=True):
@@ -312,6 +312,8 @@ def contradictory_timings(c: CommitteeSpec) -> Iterator[str]:
     """Of a committee that cannot agree; a sentence each."""
     if c.size_max not in limits.committee_sizes:
         yield f"committee.size_max is {c.size_max}: a committee has 1, 3, 5 or 7 seats."
+    if c.heartbeat_s < limits.run_seconds_min:
+        yield f"committee.heartbeat_s is {c.heartbeat_s:g} s: {limits.run_seconds_min:g} s is the least."
     if c.timeout_s_min < limits.beats_min * c.heartbeat_s:
         yield (
             f"committee.timeout_s_min ({c.timeout_s_min:g} s) is less than {limits.beats_min} heartbeats of "
@@ -333,6 +335,8 @@ def contradictory_timings(c: CommitteeSpec) -> Iterator[str]:
 
 def contradictory_loops(inner: InnerSpec, outer: OuterSpec) -> Iterator[str]:
     """Of loops that divide by nothing, or never forget; a sentence each."""
+    if inner.pass_s < limits.run_seconds_min:
+        yield f"a pass takes {inner.pass_s:g} s: {limits.run_seconds_min:g} s is the least; raise inner.pass_s."
     if outer.mu >= 1:
         yield "outer.mu is 1: momentum would never decay; give less than 1, such as 0.5."
     if inner.beta1 >= 1 or inner.beta2 >= 1:
