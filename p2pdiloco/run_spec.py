@@ -336,7 +336,7 @@ def contradictory_timings(c: CommitteeSpec) -> Iterator[str]:
 def contradictory_loops(inner: InnerSpec, outer: OuterSpec) -> Iterator[str]:
     """Of loops that divide by nothing, or never forget; a sentence each."""
     if inner.pass_s < limits.run_seconds_min:
-        yield f"a pass takes {inner.pass_s:g} s: {limits.run_seconds_min:g} s is the least; raise inner.pass_s."
+        yield f"inner.pass_s is {inner.pass_s:g} s: {limits.run_seconds_min:g} s is the least."
     if outer.mu >= 1:
         yield "outer.mu is 1: momentum would never decay; give less than 1, such as 0.5."
     if inner.beta1 >= 1 or inner.beta2 >= 1:
