@@ -179,6 +179,23 @@ class CommitteeSpec(Struct, frozen=True):
     voter_lease_s: Seconds = 120.0
 
 
+def chunk_bytes_of(params: int) -> int:
+    """Bytes of each chunk but the last: 4 MiB, doubled until an array has at most 2048 (protocol.md 2).
+
+    So 4 MiB up to two thousand million params; the digests of params and momentum are one message's.
+    """
+    size = limits.chunk_bytes
+    while 4 * params > limits.chunks_max * size:
+        size *= 2
+    return size
+
+
+def chunk_sizes(params: int) -> list[int]:
+    """Bytes of each chunk of an array of `params` values."""
+    size, whole = 4 * params, chunk_bytes_of(params)
+    return [min(whole, size - first) for first in range(0, size, whole)]
+
+
 class Genesis(Struct, frozen=True):
     """Version 0: params by chunk digests (momentum is zero)."""
 
@@ -270,6 +287,60 @@ def contradictions(spec: RunSpec) -> Iterator[str]:
         yield f"there are {len(samples.prompts)} prompts, and tokens of {len(samples.encoded)}."
     if any(token >= known for prompt in samples.encoded for token in prompt):
         yield f"a prompt has a token that is none of the {known:,}."
+    vocabulary = words.vocab_size
+    if vocabulary > spec.model.vocab_size:
+        yield (
+            f"the tokenizer has {vocabulary:,} tokens and the model {spec.model.vocab_size:,}: choose a "
+            "model that is made for this tokenizer, or the tokenizer of this model."
+        )
+    if vocabulary > 256**data.token_bytes:
+        yield (
+            f"{vocabulary:,} tokens do not fit into {data.token_bytes} bytes each: prepare the data again "
+            "with this tokenizer."
+        )
+    pieces = len(chunk_sizes(spec.model.params))
+    if (len(spec.genesis.params), len(spec.genesis.momentum)) != (pieces, pieces):
+        yield (
+            f"version 0 has {len(spec.genesis.params):,} chunks of params and "
+            f"{len(spec.genesis.momentum):,} of momentum, and its model makes {pieces:,} of each."
+        )
+    yield from contradictory_timings(spec.committee)
+    yield from contradictory_loops(spec.inner, spec.outer)
+
+
+def contradictory_timings(c: CommitteeSpec) -> Iterator[str]:
+    """Of a committee that cannot agree; a sentence each."""
+    if c.size_max not in limits.committee_sizes:
+        yield f"committee.size_max is {c.size_max}: a committee has 1, 3, 5 or 7 seats."
+    if c.heartbeat_s < limits.run_seconds_min:
+        yield f"committee.heartbeat_s is {c.heartbeat_s:g} s: {limits.run_seconds_min:g} s is the least."
+    if c.timeout_s_min < limits.beats_min * c.heartbeat_s:
+        yield (
+            f"committee.timeout_s_min ({c.timeout_s_min:g} s) is less than {limits.beats_min} heartbeats of "
+            f"{c.heartbeat_s:g} s: one that is lost would depose the aggregator; raise it to "
+            f"{3 * c.heartbeat_s:g} or shorten committee.heartbeat_s."
+        )
+    if c.timeout_s_max <= c.timeout_s_min:
+        yield (
+            f"committee.timeout_s_max ({c.timeout_s_max:g} s) is not above timeout_s_min "
+            f"({c.timeout_s_min:g} s): all voters would move at once; raise it to {2 * c.timeout_s_min:g}."
+        )
+    if c.voter_lease_s < c.timeout_s_max:
+        yield (
+            f"committee.voter_lease_s ({c.voter_lease_s:g} s) is less than timeout_s_max "
+            f"({c.timeout_s_max:g} s): a voter would lose its seat before its silence is seen; raise it to "
+            f"{4 * c.timeout_s_max:g}."
+        )
+
+
+def contradictory_loops(inner: InnerSpec, outer: OuterSpec) -> Iterator[str]:
+    """Of loops that divide by nothing, or never forget; a sentence each."""
+    if inner.pass_s < limits.run_seconds_min:
+        yield f"inner.pass_s is {inner.pass_s:g} s: {limits.run_seconds_min:g} s is the least."
+    if outer.mu >= 1:
+        yield "outer.mu is 1: momentum would never decay; give less than 1, such as 0.5."
+    if inner.beta1 >= 1 or inner.beta2 >= 1:
+        yield "inner.beta1 and inner.beta2 must be less than 1: AdamW divides by what is missing to 1."
 
 
 class Heading(msgspec.Struct, frozen=True, array_like=True):

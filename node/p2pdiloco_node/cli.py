@@ -386,6 +386,11 @@ def _tracker_config(config: Path | None, flags: dict[str, object]) -> Loaded[Tra
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command; the exit code. Sentences for people go to stderr."""
+    strange = next((word for word in arguments if not _is_text(word)), None)
+    if strange is not None:  # names, prompts and paths are written into files and messages, all of them UTF-8
+        print(f"p2pdiloco: {strange!r} is no UTF-8: write it in a terminal that is, or rename that file.",
+              file=sys.stderr)  # fmt: skip
+        return USAGE
     try:
         result = app(list(arguments))
     except cyclopts.CycloptsError as error:
@@ -405,6 +410,14 @@ def run_command(arguments: Sequence[str]) -> int:
               file=sys.stderr)  # fmt: skip
         return OURS
     return result if isinstance(result, int) else 0
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:

@@ -149,6 +149,10 @@ def load(
             close = nearest(variable, [PREFIX + f.upper() for f in sorted(known)])
             raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", FILES)
         if key in fields:
+            try:
+                environment[variable].encode()
+            except UnicodeEncodeError:
+                raise OperatorError(f"{variable} is no UTF-8: {environment[variable]!r}.", FILES) from None
             raw[key], origins[key] = _split(kind, key, environment[variable]), variable
     for key, flag_value in flags.items():
         assert key in fields, f"a flag without a field: {key}"

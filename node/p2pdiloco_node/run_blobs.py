@@ -9,7 +9,7 @@ from random import Random
 from p2pdiloco import limits
 from p2pdiloco.errors import PeerError, TransportError
 from p2pdiloco.ids import Digest, PeerId
-from p2pdiloco.run_spec import BlobRef, RunSpec
+from p2pdiloco.run_spec import BlobRef, RunSpec, chunk_sizes
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.telemetry import Telemetry
@@ -67,6 +67,7 @@ class RunBlobs:
         """Version 0, tried until it is here. Raises: OperatorError (disk)."""
         genesis = self._spec.genesis
         wanted = [Digest(c) for c in dict.fromkeys((*genesis.params, *genesis.momentum))]
+        size_max = max(chunk_sizes(self._spec.model.params))  # what its model makes, and not a byte more
         slots = asyncio.Semaphore(limits.fetches_per_node_max)
         here = 0
 
@@ -76,7 +77,7 @@ class RunBlobs:
             while not self._blobs.has(digest):
                 try:
                     async with slots:
-                        await self._fetch(digest, limits.chunk_bytes_max, self.donors(), Purpose.SNAPSHOT)
+                        await self._fetch(digest, size_max, self.donors(), Purpose.SNAPSHOT)
                 except (TransportError, PeerError) as error:
                     if not said:
                         self._telemetry.say("fetch", f"Waiting for version 0: {error}")

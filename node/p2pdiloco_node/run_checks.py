@@ -16,7 +16,16 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.rules.delta_layout import encoded_size, is_raw, is_sparse
-from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec, contradictions
+from p2pdiloco.run_spec import (
+    CommitteeSpec,
+    InnerSpec,
+    ModelSpec,
+    OuterSpec,
+    RunSpec,
+    contradictions,
+    contradictory_loops,
+    contradictory_timings,
+)
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco_node.config import nearest
 from p2pdiloco_node.run_fields import faults
@@ -26,7 +35,6 @@ from p2pdiloco_node.training.memory_plan import MemoryPlan, amount, plan_memory
 
 LATE_SHARE = 0.25  # of a pass: who needs longer for a delivery is told so at join (protocol.md 5)
 DECLARED_MAX = 1_000_000  # Mbit/s of a link or GiB of memory: more is a slip
-BEATS_MIN = 2  # heartbeats in the shortest timeout: one may be lost
 
 
 class Declared(NamedTuple):
@@ -89,8 +97,14 @@ def check_parts(
 
     Raises: OperatorError with every sentence.
     """
-    _raise([*_timings(committee), *_loops(inner, outer), *_targets(inner, target_tokens, target_version,
-            step_tokens)])  # fmt: skip
+    _raise(
+        [
+            *contradictory_timings(committee),
+            *contradictory_loops(inner, outer),
+            *_sparse(outer),
+            *_targets(inner, target_tokens, target_version, step_tokens),
+        ]
+    )
 
 
 def check_run(spec: RunSpec, declared: Declared) -> list[str]:
@@ -98,8 +112,7 @@ def check_run(spec: RunSpec, declared: Declared) -> list[str]:
     step = spec.tokens_per_inner_step
     refused = [
         *contradictions(spec),
-        *_timings(spec.committee),
-        *_loops(spec.inner, spec.outer),
+        *_sparse(spec.outer),
         *_targets(spec.inner, spec.target_tokens, spec.target_version, step),
         *_model(spec.model, spec.outer),
         *_data(spec),
@@ -115,33 +128,7 @@ def _raise(sentences: list[str]) -> None:
         raise OperatorError("this run cannot work: " + "\n".join(sentences), USAGE)
 
 
-def _timings(c: CommitteeSpec) -> Iterator[str]:
-    if c.size_max not in limits.committee_sizes:
-        yield f"committee.size_max is {c.size_max}: a committee has 1, 3, 5 or 7 seats."
-    if c.timeout_s_min < BEATS_MIN * c.heartbeat_s:
-        yield (
-            f"committee.timeout_s_min ({c.timeout_s_min:g} s) is less than {BEATS_MIN} heartbeats of "
-            f"{c.heartbeat_s:g} s: one that is lost would depose the aggregator; raise it to "
-            f"{3 * c.heartbeat_s:g} or shorten committee.heartbeat_s."
-        )
-    if c.timeout_s_max <= c.timeout_s_min:
-        yield (
-            f"committee.timeout_s_max ({c.timeout_s_max:g} s) is not above timeout_s_min "
-            f"({c.timeout_s_min:g} s): all voters would move at once; raise it to {2 * c.timeout_s_min:g}."
-        )
-    if c.voter_lease_s < c.timeout_s_max:
-        yield (
-            f"committee.voter_lease_s ({c.voter_lease_s:g} s) is less than timeout_s_max "
-            f"({c.timeout_s_max:g} s): a voter would lose its seat before its silence is seen; raise it to "
-            f"{4 * c.timeout_s_max:g}."
-        )
-
-
-def _loops(inner: InnerSpec, outer: OuterSpec) -> Iterator[str]:
-    if outer.mu >= 1:
-        yield "outer.mu is 1: momentum would never decay; give less than 1, such as 0.5."
-    if inner.beta1 >= 1 or inner.beta2 >= 1:
-        yield "inner.beta1 and inner.beta2 must be less than 1: AdamW divides by what is missing to 1."
+def _sparse(outer: OuterSpec) -> Iterator[str]:
     if is_sparse(outer.codec) and outer.error_feedback_beta == 0:
         yield (
             f"outer.codec {outer.codec} without error feedback would lose most of every delta: raise "
@@ -212,17 +199,6 @@ def _data(spec: RunSpec) -> Iterator[str]:
                 f"sequence of {needed:,}: name more text with --data, lower --seq-len, or leave "
                 "--eval-per-source out."
             )
-    vocabulary = data.tokenizer.vocab_size
-    if vocabulary > spec.model.vocab_size:
-        yield (
-            f"the tokenizer has {vocabulary:,} tokens and the model {spec.model.vocab_size:,}: choose a "
-            "model that is made for this tokenizer, or the tokenizer of this model."
-        )
-    if vocabulary > 256**data.token_bytes:
-        yield (
-            f"{vocabulary:,} tokens do not fit into {data.token_bytes} bytes each: prepare the data again "
-            "with this tokenizer."
-        )
 
 
 def _links(spec: RunSpec, declared: Declared) -> Iterator[str]:

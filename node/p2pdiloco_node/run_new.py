@@ -44,6 +44,7 @@ from p2pdiloco.run_spec import (
     RunSpec,
     SampleSpec,
     TokenizerSpec,
+    chunk_sizes,
     outer_defaults,
     run_id_of,
     sign_run_spec,
@@ -59,7 +60,7 @@ from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
 from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
 from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
-from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
 from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
@@ -159,6 +160,7 @@ async def _create_run(
     files = Files()
     choice, loops = check_order(order, declared)
     check_folder(out)
+    check_key(key)
     words = order.tokenizer or (str(choice.tokenizer) if choice.tokenizer else BYTES)
     request = Request(
         order.data, order.text_key, words, order.eval_per_source, order.seed or 0, order.jobs, choice.seq_len
@@ -185,49 +187,52 @@ async def _create_run(
     def put(digest: Digest, blob: bytes | memoryview) -> None:
         replace_file(files, out / BLOBS / digest.hex(), blob)
 
-    told.progress("Making version 0", 0.0)
+    # The data's lock was free for a moment: another call may have made its run here.
+    check_folder(out)
     with Taken(Work(out / MAKING)):
+        check_folder(out)
+        told.progress("Making version 0", 0.0)
         spec_model, params_0, notes = await make_version_0(
             choice,
             secrets.randbits(62) if order.seed is None else order.seed,
             vocab_size=shards.tokenizer.vocab_size,
             folder=out / MAKING / VERSION_0,
         )
-    for note in notes:
-        told.say(note)
-    encoded = await asyncio.to_thread(
-        encode_prompts,
-        shards.tokenizer,
-        lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
-        loops.samples.prompts,
-    )
-    genesis = await asyncio.to_thread(_write_genesis, params_0, put)
-    seats = Committee(witness.peer_id, ())
-    spec = _spec(order, choice, loops, spec_model, shards, genesis, owner.public_key, seats, encoded)
-    check_types(spec)
-    if tune is not None:
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
-            paths = await asyncio.to_thread(
-                open_token_files,
-                shards.shards,
-                lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
-                Path(opened),
-                Path.write_bytes,
-                token_bytes=shards.token_bytes,
-            )
-            spec = await tune(Draft(spec, params_0, tuple(paths)))
-        if "warmup_tokens" not in order.inner:
-            # It follows the target, which may be another now.
-            warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)
-            spec = msgspec.structs.replace(
-                spec, inner=msgspec.structs.replace(spec.inner, warmup_tokens=warmup)
-            )
+        for note in notes:
+            told.say(note)
+        encoded = await asyncio.to_thread(
+            encode_prompts,
+            shards.tokenizer,
+            lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+            loops.samples.prompts,
+        )
+        genesis = await asyncio.to_thread(_write_genesis, params_0, put)
+        seats = Committee(witness.peer_id, ())
+        spec = _spec(order, choice, loops, spec_model, shards, genesis, owner.public_key, seats, encoded)
         check_types(spec)
-    for warning in check_run(spec, declared):
-        told.say(warning)
-    signed = sign_run_spec(spec, owner)
-    await asyncio.to_thread(drop_others, out / BLOBS, spec)
-    await asyncio.to_thread(replace_file, files, out / SPEC, signed)
+        if tune is not None:
+            with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
+                paths = await asyncio.to_thread(
+                    open_token_files,
+                    shards.shards,
+                    lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+                    Path(opened),
+                    Path.write_bytes,
+                    token_bytes=shards.token_bytes,
+                )
+                spec = await tune(Draft(spec, params_0, tuple(paths)))
+            if "warmup_tokens" not in order.inner:
+                # It follows the target, which may be another now.
+                warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)
+                spec = msgspec.structs.replace(
+                    spec, inner=msgspec.structs.replace(spec.inner, warmup_tokens=warmup)
+                )
+            check_types(spec)
+        for warning in check_run(spec, declared):
+            told.say(warning)
+        signed = sign_run_spec(spec, owner)
+        await asyncio.to_thread(drop_others, out / BLOBS, spec)
+        await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
 
@@ -289,10 +294,11 @@ def check_draft(
         TokenizerSpec("json", model.vocab_size, 0), token_bytes_for(model.vocab_size), (text,),
         (EvaluationSet("all", text, 1),),
     )  # fmt: skip
-    nobody, nothing = Committee(PeerId(bytes(32)), ()), Genesis((NO_DIGEST,), (NO_DIGEST,))
+    nobody, chunks = Committee(PeerId(bytes(32)), ()), (NO_DIGEST,) * len(chunk_sizes(model.params))
     encoded = ((),) * len(loops.samples.prompts)
     spec = _spec(
-        order, choice, loops, model, _windowed(data, order), nothing, bytes(32), nobody, encoded
+        order, choice, loops, model, _windowed(data, order), Genesis(chunks, chunks), bytes(32), nobody,
+        encoded,
     )  # fmt: skip
     check_types(spec)
     check_run(spec, declared)

@@ -19,7 +19,7 @@ import numpy as np
 
 from p2pdiloco import limits
 from p2pdiloco.diloco.compress import Origin, decode, origin_of
-from p2pdiloco.diloco.global_state import GlobalState, chunk_sizes, chunks_of, put_chunk, roots_of
+from p2pdiloco.diloco.global_state import GlobalState, chunks_of, put_chunk, roots_of
 from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
@@ -28,7 +28,7 @@ from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, Transport
 from p2pdiloco.exit_codes import NETWORK
 from p2pdiloco.ids import Digest, PeerId, digest_of, short
 from p2pdiloco.rules.state import RulesState, genesis_state
-from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.run_spec import RunSpec, chunk_sizes
 from p2pdiloco.wire import codec
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Outcome, SnapshotOffer

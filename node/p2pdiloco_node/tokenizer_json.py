@@ -1,11 +1,11 @@
 """What a tokenizer.json may be made of, looked at before its library opens it. Plain JSON: no library here.
 
 The file may be a stranger's: it travels with a run, and whoever trains or generates has it. Its library
-trusts it. Four parts can be made to take any memory or time: a replacement that lengthens text, six times
+trusts it. Five parts can be made to take any memory or time: a replacement that lengthens text, six times
 over, makes a million letters of one; a table of replacements (`Precompiled`) may do the same; a regular
-expression may take years over one line, or all memory to be read; a token may be megabytes of text. So here
-is a list of what may be in it, with bounds. GPT-2's, Llama's, Qwen's, Mistral's, Gemma's and their like are
-within them.
+expression may take years over one line, or all memory to be read; a token may be megabytes of text; a
+WordPiece model tries all parts of a word, however long that may be. So here is a list of what may be in it,
+with bounds. GPT-2's, Llama's, Qwen's, Mistral's, Gemma's and their like are within them.
 
 A node has less to fear: it only decodes what its model writes, so it gets the tokens and the decoder alone.
 """
@@ -13,12 +13,19 @@ A node has less to fear: it only decodes what its model writes, so it gets the t
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES
+
+REPEATED = re.compile(
+    r"(?<!\\x)\{(?:[0-9]*,)?([0-9]+),?\}"
+)  # the most of {n}, {n,}, {,n} and {n,m} in a pattern
 
 Growth = Callable[[Mapping[str, Any]], int]
 """How many times longer a part may make any text, in bytes; raises TypeError, KeyError or ValueError."""
@@ -29,6 +36,20 @@ class TokenizerRefused(OperatorError):
 
     def __init__(self, why: str) -> None:
         super().__init__(f"the tokenizer.json cannot be used: {why}.", FILES)
+
+
+@contextmanager
+def library_asked() -> Iterator[None]:
+    """Around each call of the tokenizers' library: what it raises, and its panics, as a sentence.
+
+    Raises: OperatorError.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the library raises Exception itself, and panics are none
+        raise OperatorError(f"the tokenizer.json cannot be used ({str(error)[:200]}).", FILES) from None
 
 
 def _times(most: int) -> Growth:
@@ -47,6 +68,9 @@ def _replacing(part: Mapping[str, Any]) -> int:
     if kind == "Regex":
         if len(pattern) > limits.tokenizer_pattern_chars_max:
             raise ValueError("its pattern is longer than any")
+        # One inside the other they multiply, and all of them are written out in memory.
+        if math.prod(max(1, int(n)) for n in REPEATED.findall(pattern)) > limits.tokenizer_repeats_max:
+            raise ValueError(f"its pattern repeats a part more than {limits.tokenizer_repeats_max} times")
         found = 0
     # An expression may match between any two letters, and so does an empty text.
     return max(1, -(-put // found)) if found else 1 + put
@@ -89,6 +113,9 @@ def check_tokenizer(data: bytes) -> None:
     grown = _growth(opened, "normalizer", NORMALIZERS) * _growth(opened, "pre_tokenizer", PRE_TOKENIZERS)
     _check_growth("normalizer and pre_tokenizer", grown)
     _check_growth("decoder", _growth(opened, "decoder", DECODERS))
+    longest = opened["model"].get("max_input_chars_per_word", 0)
+    if not isinstance(longest, int) or longest > limits.tokenizer_word_chars_max:
+        raise TokenizerRefused(f"it takes words of more than {limits.tokenizer_word_chars_max} letters")
     vocabulary = opened["model"].get("vocab")
     # Its library keeps these letter by letter.
     if isinstance(vocabulary, list) and sum(_bytes(text) for text, _ in _words(opened)) > (

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from p2pdiloco import limits
 from p2pdiloco.diloco.layout import Array
 from p2pdiloco.errors import PeerError
 from p2pdiloco.ids import Digest, digest_of, merkle_root
+from p2pdiloco.run_spec import chunk_bytes_of, chunk_sizes
 
 
 class GlobalState(NamedTuple):
@@ -49,23 +49,6 @@ def roots_of(state: GlobalState) -> Roots:
         merkle_root(chunk_digests(state.params)),
         merkle_root(chunk_digests(state.momentum)),
     )
-
-
-def chunk_bytes_of(params: int) -> int:
-    """Bytes of each chunk but the last: 4 MiB, doubled until an array has at most 2048 (protocol.md 2).
-
-    So 4 MiB up to two thousand million params; the digests of params and momentum are one message's.
-    """
-    size = limits.chunk_bytes
-    while 4 * params > limits.chunks_max * size:
-        size *= 2
-    return size
-
-
-def chunk_sizes(params: int) -> list[int]:
-    """Bytes of each chunk of an array of `params` values."""
-    size, whole = 4 * params, chunk_bytes_of(params)
-    return [min(whole, size - first) for first in range(0, size, whole)]
 
 
 def put_chunk(array: Array, place: int, data: bytes | bytearray | memoryview) -> None:

@@ -115,6 +115,8 @@ def with_shard(**fields: Any) -> RunSpec:
     "spec",
     [
         with_part("inner", inner_steps=limits.inner_steps_max + 1),
+        with_part("inner", pass_s=1e-300),
+        with_part("committee", heartbeat_s=1e-300),
         with_part("inner", sequences_per_step=limits.sequences_per_step_max + 1),
         with_part("inner", moments_warmup_steps=limits.inner_steps_max + 1),
         with_part("inner", warmup_tokens=limits.run_tokens_max + 1),
@@ -171,6 +173,16 @@ def test_every_figure_has_a_bound(spec: RunSpec) -> None:
         (with_part("data", tokenizer=TokenizerSpec("bytes", 100, 100)), "end with token 100"),
         (with_part("samples", prompts=("a", "b"), encoded=((1,),)), "2 prompts"),
         (with_part("samples", prompts=("a",), encoded=((256,),)), "none of the 256"),
+        # Chunks that no model needs: each may be as large as a chunk gets.
+        (with_part("genesis", params=(bytes(32),) * 4096), "4,096 chunks of params"),
+        (with_part("genesis", momentum=(bytes(32),) * 2), "2 of momentum"),
+        (with_part("committee", size_max=2), "1, 3, 5 or 7 seats"),
+        (with_part("committee", heartbeat_s=2.0), "less than 2 heartbeats"),
+        (with_part("committee", timeout_s_max=1.0), "not above timeout_s_min"),
+        (with_part("committee", voter_lease_s=1.0), "voter_lease_s"),
+        (with_part("outer", mu=1.0), "momentum would never decay"),
+        (with_part("inner", beta2=1.0), "AdamW divides"),
+        (with_part("data", tokenizer=TokenizerSpec("json", 300, 0)), "the model 256"),
     ],
 )
 def test_figures_that_are_too_much_together_are_refused(spec: RunSpec, sentence: str) -> None:
@@ -182,7 +194,10 @@ def test_the_most_that_is_allowed_is_allowed() -> None:
     spec = changed(
         inner=msgspec.structs.replace(TINY.spec.inner, sequences_per_step=2**13),
         model=msgspec.structs.replace(TINY.spec.model, seq_len=2**13, made_with="transformers 5.24.0"),
-        data=msgspec.structs.replace(TINY.spec.data, shards=(BlobRef(bytes(32), 9, 2**22),) * 4),
+        data=msgspec.structs.replace(
+            TINY.spec.data,
+            shards=(BlobRef(bytes(32), 9, 2**22),) * 4,
+        ),
         samples=SampleSpec(("a", ""), 8, ((255,), ())),
     )
     assert open_run_spec(signed(spec), verify_ed25519)[1] == spec

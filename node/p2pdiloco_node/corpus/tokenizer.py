@@ -22,7 +22,7 @@ from p2pdiloco.run_spec import TokenizerSpec
 from p2pdiloco.wire.frames import open_frame
 from p2pdiloco_node.corpus.documents import batches
 from p2pdiloco_node.corpus.token_input import token_bytes_for
-from p2pdiloco_node.tokenizer_json import check_tokenizer
+from p2pdiloco_node.tokenizer_json import check_tokenizer, library_asked
 
 BYTES, BPE, FILE = "bytes", "bpe", "file"
 END_OF_TEXT = "<|endoftext|>"
@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
         ...
 
     def text_bytes(self, tokens: Tokens) -> int:
-        """UTF-8 bytes of the text that these stand for."""
+        """UTF-8 bytes of the text that these stand for. Raises: OperatorError."""
         ...
 
 
@@ -106,14 +106,17 @@ class JsonTokens:
         width = f"<u{self.vocabulary.token_bytes}"
         tokens: list[Tokens] = []
         for group in batches(texts, ENCODED_BYTES):
-            encoded = self._tokenizer.encode_batch_fast(
-                [text.decode() for text in group], add_special_tokens=False
-            )
+            with library_asked():
+                encoded = self._tokenizer.encode_batch_fast(
+                    [text.decode() for text in group], add_special_tokens=False
+                )
             tokens += [np.array(one.ids, width) for one in encoded]
         return tokens
 
     def text_bytes(self, tokens: Tokens) -> int:
-        return len(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
+        with library_asked():
+            text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        return len(text.encode())
 
 
 def parse_choice(text: str) -> Choice:
@@ -145,15 +148,18 @@ def read_file(path: Path) -> tuple[bytes, str | None]:
     try:
         with path.open("rb") as file:
             data = file.read(limits.tokenizer_bytes_max + 1)
-        config = path.with_name(CONFIG_FILE)
-        beside = config.read_bytes() if config.is_file() else b"{}"
+        config, beside = path.with_name(CONFIG_FILE), b"{}"
+        if config.is_file():
+            with config.open("rb") as file:
+                beside = file.read(limits.tokenizer_bytes_max + 1)
     except OSError as error:
         raise OperatorError(f"{path} cannot be read ({error.strerror}).") from None
-    if len(data) > limits.tokenizer_bytes_max:
-        raise OperatorError(f"{path} has more than {limits.tokenizer_bytes_max >> 20} MiB.")
+    for name, content in ((path, data), (config, beside)):
+        if len(content) > limits.tokenizer_bytes_max:
+            raise OperatorError(f"{name} has more than {limits.tokenizer_bytes_max >> 20} MiB.")
     try:
         end = json.loads(beside).get("eos_token")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise OperatorError(f"{config} is not JSON: mend it, or remove it.") from None
     # Either its text, or an object that has it.
     end = end.get("content") if isinstance(end, dict) else end
@@ -195,7 +201,8 @@ def encode_prompts(
     else:
         data = b"".join(open_frame(read(Digest(piece.digest)), piece.tokens) for piece in spec.pieces)
         tokenizer = _opened(data)
-        encoded = [tokenizer.encode(text.decode(), add_special_tokens=False).ids for text in texts]
+        with library_asked():
+            encoded = [tokenizer.encode(text.decode(), add_special_tokens=False).ids for text in texts]
     return tuple(tuple(tokens[-limits.sample_prompt_tokens_max :]) for tokens in encoded)
 
 
@@ -203,13 +210,15 @@ def _opened(data: bytes) -> Any:
     """Raises: OperatorError: it is no tokenizer, or has parts that are not let near text."""
     check_tokenizer(data)
     lib = _library()
-    try:
+    with library_asked():
         tokenizer = lib.Tokenizer.from_buffer(data)
-    except Exception as error:  # noqa: BLE001 - the library raises Exception itself
-        raise OperatorError(f"the tokenizer.json cannot be used ({error}).") from None
-    # What a file asks for in other uses: text is neither cut off nor filled up here.
+    # What a file asks for in other uses: here text is neither cut off nor filled up, put into a template, nor
+    # taken apart by chance.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.post_processor = None
+    if isinstance(tokenizer.model, lib.models.BPE):
+        tokenizer.model.dropout = None
     tokenizer.encode_special_tokens = True
     return tokenizer
 

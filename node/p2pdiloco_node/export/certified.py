@@ -17,7 +17,7 @@ from p2pdiloco import limits
 from p2pdiloco.diloco.compress import Origin as DeltaOrigin
 from p2pdiloco.diloco.compress import decode as decode_delta
 from p2pdiloco.diloco.compress import origin_of
-from p2pdiloco.diloco.global_state import GlobalState, chunk_sizes, chunks_of, put_chunk, roots_of
+from p2pdiloco.diloco.global_state import GlobalState, chunks_of, put_chunk, roots_of
 from p2pdiloco.diloco.layout import sparse_runs
 from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.outer_step import apply_outer_step
@@ -25,7 +25,7 @@ from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.exit_codes import RUN, USAGE
 from p2pdiloco.ids import Digest, PeerId, merkle_root, short
 from p2pdiloco.rules.state import RulesState, genesis_state
-from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.run_spec import RunSpec, chunk_sizes
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.frames import open_frame
 from p2pdiloco.wire.log import OuterStep

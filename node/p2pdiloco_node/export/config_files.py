@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import RUN
+from p2pdiloco.exit_codes import FILES, RESOURCES, RUN
 from p2pdiloco.run_spec import ModelSpec, TokenizerSpec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco_node.export.names import ARCHITECTURES
@@ -87,4 +87,9 @@ def full_config(config: Mapping[str, Any], model: ModelSpec, environment: Mappin
     last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
     if "No module named" in last:
         return None
-    raise OperatorError(f"transformers does not take this run's model ({last[:300]}).", RUN)
+    if done.returncode in {FILES, RUN}:  # as hf_config.py ends where it refuses the model
+        raise OperatorError(f"transformers does not take this run's model ({last[:300]}).", RUN)
+    raise OperatorError(
+        f"the process that writes the model's config out failed ({last[:300]}): free memory, try again.",
+        RESOURCES,
+    )

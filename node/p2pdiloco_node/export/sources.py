@@ -13,7 +13,7 @@ from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.ids import Digest
 from p2pdiloco.rules.delta_layout import encoded_size
-from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.run_spec import RunSpec, chunk_sizes
 from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import (
@@ -144,7 +144,8 @@ async def _from_ways(
         try:
             # Deltas first: they go first where they are kept, and are small.
             await linked.fetch(deltas, encoded_size(spec.outer.codec, spec.model.tensors), DELTAS)
-            await linked.fetch([d for d in way.blobs if d in chunks], limits.chunk_bytes_max, CHUNKS)
+            size_max = max(chunk_sizes(spec.model.params))
+            await linked.fetch([d for d in way.blobs if d in chunks], size_max, CHUNKS)
         except OperatorError as error:
             why = why or error
             continue

@@ -92,7 +92,10 @@ def _checked(options: Options) -> Options:
         raise OperatorError(f"--device is auto, cpu, cuda or cuda:N, not {options.device!r}.", USAGE)
     if options.prompt == ASK_STDIN:
         options = options._replace(prompt=sys.stdin.read(limits.prompt_bytes_max + 1))
-    if len(options.prompt.encode(errors="replace")) > limits.prompt_bytes_max:
+    # Bytes that are no UTF-8 come from a pipe as halves of characters: they are marks from here on.
+    text = options.prompt.encode(errors="surrogateescape").decode(errors="replace")
+    options = options._replace(prompt=text)
+    if len(text.encode()) > limits.prompt_bytes_max:
         raise OperatorError(f"the prompt has more than {limits.prompt_bytes_max} bytes.", USAGE)
     return options
 

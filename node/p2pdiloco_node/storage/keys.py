@@ -24,6 +24,16 @@ def load_or_make_key(path: Path, files: Files | None = None) -> Ed25519Signer:
     return make_key(path, files)
 
 
+def check_key(path: Path) -> None:
+    """Before work whose end needs the key: it can be read, or be made. Raises: OperatorError."""
+    if os.path.lexists(path):
+        load_key(path)
+        return
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise OperatorError(f"The key {path} cannot be made: {above} is no folder that can be written to.")
+
+
 def make_key(path: Path, files: Files | None = None) -> Ed25519Signer:
     """A new identity in `path`, which must not exist. Raises: OperatorError."""
     files = files or Files()

@@ -42,6 +42,8 @@ def read_checkpoint(family: str, config: Any, folder: Path) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
+    except MemoryError:  # says nothing about the model
+        raise
     except Exception as error:  # noqa: BLE001 - transformers and safetensors raise many kinds about files
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise OperatorError(

@@ -19,7 +19,7 @@ from p2pdiloco_node.training.shapes import read_shape
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-PART = re.compile(r"^[\w.-]+\.safetensors$")  # a file of the folder itself
+PART = re.compile(r"[\w.-]+\.safetensors")  # a file of the folder itself
 
 
 class ModelChoice(NamedTuple):
@@ -125,6 +125,9 @@ def _from_files(path: Path, seq_len: int | None) -> ModelChoice:
 def read_json(file: Path) -> dict[str, Any]:
     """An object from a file of the run's owner. Raises: OperatorError."""
     try:
+        # A pipe would be waited for.
+        if file.exists() and not file.is_file():
+            raise OperatorError(f"{file} is not a file.", FILES)
         if file.stat().st_size > limits.checkpoint_json_bytes_max:
             raise OperatorError(f"{file} is larger than any such file.", FILES)
         found = json.loads(file.read_bytes())
@@ -151,14 +154,20 @@ def check_parts(folder: Path) -> list[Path]:
             f" {pickled[0]} may run code when it is opened; save it as safetensors first." if pickled else ""
         )
         raise OperatorError(f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}.{hint}", FILES)
-    where = read_json(index).get("weight_map")
-    names = set(where.values()) if isinstance(where, dict) else set()
-    if not names or not all(isinstance(name, str) and PART.match(name) for name in names):
+    listed = read_json(index)
+    where = listed.get("weight_map")
+    named = list(where.values()) if isinstance(where, dict) else []
+    if not named or not all(isinstance(name, str) and PART.fullmatch(name) for name in named):
         raise OperatorError(f"{index} does not name files beside it.", FILES)
-    missing = sorted(name for name in names if not (folder / name).is_file())
+    if not isinstance(listed.get("metadata"), dict):
+        raise OperatorError(
+            f'{index} lacks "metadata", without which no index is read: add an empty one.', FILES
+        )
+    names = sorted(set(named))
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise OperatorError(f"{folder} lacks {missing[0]}, which its index names: fetch it again.", FILES)
-    return [folder / name for name in sorted(names)]
+    return [folder / name for name in names]
 
 
 def _about(family: str, config: Mapping[str, Any]) -> float:

@@ -83,6 +83,8 @@ def make_config(
         config = AutoConfig.for_model(
             family, **dict.fromkeys(TOKEN_IDS), **without_dropout(family, arguments)
         )
+    except MemoryError:  # says nothing about the model
+        raise
     except Exception as error:  # noqa: BLE001 - config classes raise what they like about their arguments
         raise _unbuildable(family, error) from None
     config.use_cache = False
@@ -145,6 +147,8 @@ def outline(family: str, config: Any) -> Any:
             model = _from_config(family, config)
     except ModelRefused:
         raise
+    except MemoryError:  # says nothing about the model
+        raise
     except Exception as error:  # noqa: BLE001 - model classes raise what they like about sizes that do not fit
         raise _unbuildable(family, error) from None
     params = sum(p.numel() for p in model.parameters())
@@ -162,6 +166,12 @@ def outline_of(spec: ModelSpec) -> Any:
     Raises: ModelRefused: it is another model, too large, or cannot be built.
     """
     model = outline(spec.family, _config_of(spec))
+    if model.config.vocab_size < spec.vocab_size:
+        raise ModelRefused(
+            f"The run names {spec.vocab_size:,} tokens where its config knows {model.config.vocab_size:,}: a "
+            "run that lies. Nothing of it is built.",
+            exit_code=RUN,
+        )
     found = tensor_layout(model)
     if found != spec.tensors:
         said = f" (it was made with {spec.made_with})" if spec.made_with else ""

@@ -9,6 +9,7 @@ the prompts are in the RunSpec.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, RESOURCES
 from p2pdiloco.run_spec import TokenizerSpec
-from p2pdiloco_node.tokenizer_json import for_decoding
+from p2pdiloco_node.tokenizer_json import for_decoding, library_asked
 
 
 class TextCodec(Protocol):
@@ -44,18 +45,13 @@ class JsonText:
             raise OperatorError(
                 "tokenizers is not installed: pip install 'p2pdiloco[node]'.", FILES
             ) from None
-        try:
+        with library_asked():
             self._tokenizer: Any = Tokenizer.from_buffer(data)
-        except BaseException as error:  # noqa: BLE001 - its library raises Exception itself, and panics
-            _pass_on(error)
-            raise OperatorError(f"the run's tokenizer.json cannot be used: {str(error)[:200]}.") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        try:
+        with suppress(OperatorError), library_asked():
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-        except BaseException as error:  # noqa: BLE001 - as above
-            _pass_on(error)
-            return ""
+        return ""
 
 
 def open_codec(spec: TokenizerSpec, pieces: Sequence[Path]) -> TextCodec:
@@ -72,9 +68,3 @@ def open_codec(spec: TokenizerSpec, pieces: Sequence[Path]) -> TextCodec:
     except OSError as error:
         raise OperatorError(f"the run's tokenizer cannot be read: {error}.", RESOURCES) from None
     return JsonText(data)
-
-
-def _pass_on(error: BaseException) -> None:
-    """A panic of the Rust library is a BaseException, and harmless; these are not."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | GeneratorExit):
-        raise error

@@ -174,3 +174,61 @@ def test_a_file_that_could_eat_memory_is_refused_before_text_is_read(trained: by
     spec, blobs = spec_of(json.dumps(opened).encode())
     with pytest.raises(OperatorError, match="times as long"):
         encode_prompts(spec, blobs.__getitem__, ["a"])
+
+
+A_TOKENS = {END_OF_TEXT: 0, "a": 1, "b": 2}
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BREAKS = {  # the library raises, or panics, where this is opened or meets text
+    "no token for what it does not know": {
+        "model": {"type": "WordLevel", "vocab": A_TOKENS, "unk_token": "[UNK]"}, "pre_tokenizer": None,
+    },
+    "an expression that goes back without end": {
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False,
+        }
+    },
+    "a beginning of nothing": {"normalizer": {"type": "Prepend", "prepend": ""}, "pre_tokenizer": LEVEL},
+    "a prefix that is longer than its words": {
+        "model": {
+            "type": "BPE", "vocab": A_TOKENS | {"ab": 3}, "merges": ["a b"],
+            "continuing_subword_prefix": "#" * 99,
+        }
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_what_its_library_cannot_do_is_the_files_fault(trained: bytes, case: str) -> None:
+    data = json.dumps(json.loads(trained) | BREAKS[case]).encode()
+    with pytest.raises(OperatorError, match=r"the tokenizer\.json cannot be used"):
+        JsonTokens(data).encode([b"a" * 60 + b" b"])
+
+
+def test_a_decoder_that_panics_is_the_files_fault(trained: bytes) -> None:
+    strip = {"type": "Strip", "content": "a", "start": 9, "stop": 9}
+    tokens = JsonTokens(json.dumps(json.loads(trained) | {"decoder": strip}).encode())
+    (encoded,) = tokens.encode([b"a"])
+    with pytest.raises(OperatorError, match=r"the tokenizer\.json cannot be used"):
+        tokens.text_bytes(encoded)
+
+
+def test_text_becomes_the_same_tokens_whatever_chance_or_template_a_file_asks_for(trained: bytes) -> None:
+    opened = json.loads(trained)
+    opened["model"]["dropout"] = 0.5
+    opened["post_processor"] = {
+        "type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {},
+    }  # fmt: skip
+    texts = [text.encode() for text in TEXTS]
+    found = JsonTokens(json.dumps(opened).encode()).encode(texts)
+    assert [one.tolist() for one in found] == [one.tolist() for one in JsonTokens(trained).encode(texts)]
+
+
+@pytest.mark.parametrize("beside", [b"[" * 100_000, b" " * 101])
+def test_a_file_beside_a_tokenizer_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bytes
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    (tmp_path / "tokenizer_config.json").write_bytes(beside)
+    monkeypatch.setattr(limits, "tokenizer_bytes_max", 100_000 if beside[:1] == b"[" else 100)
+    with pytest.raises(OperatorError, match=r"tokenizer_config\.json (is not JSON|has more than)"):
+        read_file(tmp_path / "tokenizer.json")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,18 @@ def test_a_config_that_makes_another_model_than_the_run_s_is_not_written() -> No
     made = full_config(model_config(spec, words, "float32"), spec, trainer_environment(1))
     assert made is not None
     assert made["rms_norm_eps"] == 1e-6
+
+
+@pytest.mark.parametrize("end", ["raise MemoryError", "import os; os.kill(os.getpid(), 9)"])
+def test_too_little_memory_for_a_config_is_not_the_run_s_fault(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    _, spec, _ = tiny("llama")
+    config = model_config(spec, TokenizerSpec("bytes", 256, 9), "float32")
+    monkeypatch.setattr("p2pdiloco_node.export.config_files.PROCESS", (sys.executable, "-c", end))
+    with pytest.raises(OperatorError, match="free memory") as said:
+        full_config(config, spec, trainer_environment(1))
+    assert said.value.exit_code == 6
 
 
 @pytest.fixture(scope="module")

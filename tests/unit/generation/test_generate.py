@@ -248,6 +248,12 @@ def test_a_prompt_may_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command._checked(Options("x", "-")).prompt == "from a pipe"
 
 
+def test_a_prompt_that_is_no_utf_8_is_read_as_far_as_it_is_text() -> None:
+    asked = command._checked(Options("x", os.fsdecode(b"caf\xe9 \xc3\xa9")))
+    assert asked.prompt == "caf\ufffd é"
+    assert msgspec.json.encode(asked.prompt)
+
+
 def test_a_run_s_folder_is_exported_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(command, "export", lambda options, _told: asked.append(options))

@@ -18,6 +18,27 @@ def test_a_misspelt_flag_that_is_needed_is_named(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "new", "--name", "caf\udce9", "--out", "x"],
+        ["run", "new", "--prompt", "caf\udce9", "--out", "x"],
+        ["run", "new", "--text-key", "caf\udce9", "--out", "x"],
+        ["node", "--name", "caf\udce9", "--join", "http://127.0.0.1:1/", "--data-dir", "x"],
+    ],
+)
+def test_what_is_no_utf_8_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(arguments) == 2
+    assert capsys.readouterr().err.startswith("p2pdiloco: 'caf\\udce9' is no UTF-8")
+    monkeypatch.setenv("P2PDILOCO_NAME", "caf\udce9")
+    assert run_command(["node", "--join", "http://127.0.0.1:1/", "--data-dir", "x"]) == 3
+    assert capsys.readouterr().err.startswith("p2pdiloco: P2PDILOCO_NAME is no UTF-8")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["run", "extend", "x"], "run extend needs --tokens"),

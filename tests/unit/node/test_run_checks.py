@@ -12,7 +12,7 @@ import pytest
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import NO_DIGEST
-from p2pdiloco.run_spec import BlobRef, EvaluationSet, RunSpec, TensorSpec
+from p2pdiloco.run_spec import BlobRef, EvaluationSet, RunSpec, TensorSpec, chunk_sizes
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.run_checks import Declared, check_parts, check_run, replaced, traffic
@@ -135,6 +135,8 @@ def test_a_model_larger_than_the_declared_memory_is_refused() -> None:
         "model", tensors=(TensorSpec("matrix", (30_000, 30_000)),), preset="llama:900m",
         config=b'{"hidden_size":2048,"num_attention_heads":16,"num_hidden_layers":16}',
     )(part("outer", codec="topk64")(part("inner", pass_s=3600.0)(TINY)))  # fmt: skip
+    chunks = (NO_DIGEST,) * len(chunk_sizes(model.model.params))
+    model = part("genesis", params=chunks, momentum=chunks)(model)
     with pytest.raises(OperatorError, match=r"llama:900m .* needs .* GiB at least, and 4 GiB are declared"):
         check_run(model, Declared(1000, 1000, 4))
     assert check_run(model, Declared(1000, 1000, 80)) == []

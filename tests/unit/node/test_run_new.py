@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.run_new import check_folder, sigterm_is_ctrl_c
+from p2pdiloco_node.run_new import Draft, Order, check_folder, create_run, sigterm_is_ctrl_c
 from p2pdiloco_node.training.families import ModelRefused, check_values
 
 NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.txt", "--out", "n"]
@@ -21,7 +24,7 @@ NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.
 @pytest.mark.parametrize(
     ("flags", "code", "sentence"),
     [
-        (["--pass-s", "0.001"], 2, "a pass takes 0.001 s"),
+        (["--pass-s", "0.05", "--up-mbit", "0.001"], 2, "a pass takes 0.05 s"),
         (["--up-mbit", "0"], 2, "--up-mbit is a number above 0"),
         (["--memory-gb", "nan"], 2, "--memory-gb is a number above 0"),
         (["--memory-gb", "0.001"], 2, "0.001 GiB are declared"),
@@ -37,6 +40,7 @@ NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.
         (["--set", "committee.timeout_s_min=0.5"], 2, "less than 2 heartbeats"),
         (["--seed", "99999999999999999999"], 2, "--seed is a whole number from 0 to"),
         (["--jobs", "100000"], 2, "--jobs is 0 to"),
+        (["--owner-key", "texts/a.txt/deep/owner.key"], 3, "a.txt is no folder that can be written to"),
     ],
 )
 def test_what_needs_no_text_is_refused_before_any_is_read(
@@ -125,3 +129,20 @@ def test_a_model_of_nothing_is_refused(family: str, key: str) -> None:
 def test_a_model_that_cannot_train_is_refused_by_its_keys(config: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelRefused, match=key):
         check_values("mixtral", config)
+
+
+def test_two_calls_at_once_do_not_overwrite_each_other_s_run(tmp_path: Path) -> None:
+    """The second comes when the first has its data and makes version 0."""
+    (tmp_path / "a.txt").write_text("words and more words\n" * 5000)
+    order = Order("x", "llama:tiny", [str(tmp_path / "a.txt")], 2**30, admission="local")
+
+    async def second(draft: Draft) -> RunSpec:
+        with pytest.raises(OperatorError, match="Another p2pdiloco makes a run"):
+            await create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key")
+        return draft.spec
+
+    run = asyncio.run(create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key", tune=second))
+    assert open_run_spec((tmp_path / "run" / "spec.bin").read_bytes(), verify_ed25519)[0] == run
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"blobs", "spec.bin", "witness.key"}
+    with pytest.raises(OperatorError, match="already holds a run"):
+        asyncio.run(create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key"))

@@ -160,6 +160,14 @@ NEVER = {
         "16 parts",
     ),
     "a long expression": ({"pre_tokenizer": split("a" * 2001)}, "longer than any"),
+    "an expression of billions of letters": (
+        {"pre_tokenizer": split("((a{99}){9,99}){,99}")},
+        "repeats a part",
+    ),
+    "words of any length": (
+        {"model": {"type": "WordPiece", "vocab": {"a": 0}, "max_input_chars_per_word": 10**9}},
+        "words of more than 1000",
+    ),
     "an unknown model": ({"model": {"type": "Python", "vocab": {}}}, "known are BPE"),
     "no vocabulary": ({"model": {"type": "BPE", "vocab": 7}}, "no vocabulary"),
     "a part without what it needs": ({"normalizer": {"type": "Replace"}}, "lacks something"),

@@ -11,7 +11,7 @@ import pytest
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import RunId
 from p2pdiloco_node.storage.data_dir import DataDir
-from p2pdiloco_node.storage.keys import load_key, load_or_make_key, make_key
+from p2pdiloco_node.storage.keys import check_key, load_key, load_or_make_key, make_key
 
 
 def test_made_once_for_nobody_else(tmp_path: Path) -> None:
@@ -21,6 +21,19 @@ def test_made_once_for_nobody_else(tmp_path: Path) -> None:
     assert load_or_make_key(path).peer_id == key.peer_id
     with pytest.raises(OperatorError, match="never overwritten"):
         make_key(path)
+
+
+def test_a_key_that_cannot_be_made_or_read_is_known_before_it_is_needed(tmp_path: Path) -> None:
+    check_key(tmp_path / "deep" / "owner.key")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(OperatorError, match="file is no folder"):
+        check_key(tmp_path / "file" / "deep" / "owner.key")
+    make_key(tmp_path / "owner.key")
+    check_key(tmp_path / "owner.key")
+    (tmp_path / "owner.key").write_text("damaged")
+    with pytest.raises(OperatorError, match="is damaged"):
+        check_key(tmp_path / "owner.key")
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o640, 0o644, 0o666, 0o610])

@@ -282,6 +282,22 @@ def test_a_run_whose_tensors_are_not_its_configs_is_refused() -> None:
         with pytest.raises(OperatorError, match=said) as refused:
             outline_of(msgspec.structs.replace(spec, tensors=tensors))
         assert refused.value.exit_code == 5
+    # A token without a row in the embedding would end the trainer at some step, and again.
+    with pytest.raises(OperatorError, match=r"The run names .* tokens where") as refused:
+        outline_of(msgspec.structs.replace(spec, vocab_size=VOCAB + 1))
+    assert refused.value.exit_code == 5
+
+
+def test_too_little_memory_is_not_the_config_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from p2pdiloco_node.training import models
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    spec, _ = tiny_spec("llama")
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_config", full)
+    with pytest.raises(MemoryError):
+        models.outline_of(spec)
 
 
 def test_a_frozen_config_says_everything() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,26 @@ def test_a_folder_with_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_folder_in_pieces(tmp_path: Path) -> None:
     index = folder(tmp_path, "a-1.safetensors", "a-2.safetensors") / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": "a-1.safetensors", "y": "a-2.safetensors"}}))
+    where = {"x": "a-1.safetensors", "y": "a-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(OperatorError, match='lacks "metadata"'):
+        check_parts(tmp_path)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
     assert check_parts(tmp_path) == [tmp_path / "a-1.safetensors", tmp_path / "a-2.safetensors"]
     (tmp_path / "a-2.safetensors").unlink()
     with pytest.raises(OperatorError, match=r"lacks a-2\.safetensors"):
         check_parts(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"x": "../../a.safetensors"}}))
-    with pytest.raises(OperatorError, match="does not name files beside it"):
-        check_parts(tmp_path)
+    for name in ("../../a.safetensors", "a-1.safetensors\n", {}, [], 7):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": name}}))
+        with pytest.raises(OperatorError, match="does not name files beside it"):
+            check_parts(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    for model in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(OperatorError, match=r"config\.json is not a file"):
+            choose_model(str(model))
 
 
 def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
