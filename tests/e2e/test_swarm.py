@@ -17,6 +17,7 @@ import pytest
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.verify import verify_run
 
+from .conftest import EndedRun
 from .swarm_kit import Swarm, free_port, make_run, processes_of, swarm_in, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timed]
@@ -25,45 +26,28 @@ START_S = 60.0  # imports of several trainers on a busy machine
 STEP_S = 40.0  # for anything that takes a pass or an election
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that one node finished by itself, kept with every delta (scenario A2)."""
-    folder = tmp_path_factory.mktemp("alone")
-    run = make_run(folder, versions=5, pass_s=0.5)
-    with swarm_in(folder, run, free_port()) as swarm:
-        swarm.start_tracker()
-        node = swarm.node("node-1", "--keep-deltas")
-        assert node.wait(START_S + STEP_S) == 0, node.text()
-        assert "The run is over at version 5" in node.text()
-        wait_for(lambda: len(swarm.page()["learning"]["evaluations"]) >= 2, STEP_S, "evaluations on the page")  # type: ignore[index]
-        losses = [e["loss"] for e in swarm.page()["learning"]["evaluations"]]  # type: ignore[index]
-        assert losses[-1] < losses[0]
-        status, seconds = swarm.tracker.terminate()
-        assert (status, seconds < 5) == (0, True), swarm.tracker.text()
-    assert processes_of(folder) == []
-    return folder
-
-
-def test_a_node_alone_finishes_and_its_log_verifies(alone: Path) -> None:
-    by_witness = verify_run(alone / "run")
-    by_node = verify_run(alone / "node-1")
-    assert (by_witness.first_version, by_witness.version) == (0, 5)
+def test_a_node_alone_finishes_and_its_log_verifies(ended_run: EndedRun) -> None:
+    by_witness = verify_run(ended_run.folder / "run")
+    by_node = verify_run(ended_run.folder / "node-1")
+    assert (by_witness.first_version, by_witness.version) == (0, 6)
     assert by_witness.state_root == by_node.state_root
-    assert by_witness.deltas >= 5
+    assert by_witness.deltas >= 6
 
 
-def test_a_run_that_is_over_says_so_and_keeps_the_model(alone: Path) -> None:
-    link = (alone / "node-1" / "join").read_text().strip()
-    port = int(link.split(":")[2].split("/")[0])
-    with swarm_in(alone, bytes.fromhex(link.split("#")[1]), port) as swarm:  # type: ignore[arg-type]
+def test_a_run_that_is_over_says_so_and_keeps_the_model(ended_run: EndedRun) -> None:
+    folder = ended_run.folder
+    with swarm_in(folder, ended_run.run, ended_run.port) as swarm:
         swarm.start_tracker()
+        wait_for(
+            lambda: swarm.page()["learning"] == ended_run.page["learning"], 20, "all is back without any node"
+        )
         # The newest files of the state are torn meanwhile: the ones before are used (scenario F2).
-        newest = max((alone / "node-1").glob("runs/*/state/*/params"))
+        newest = max((folder / "node-1").glob("runs/*/state/*/params"))
         with newest.open("r+b") as file:
             file.truncate(100)
         node = swarm.node("node-1")
         assert node.wait(START_S + STEP_S) == 0, node.text()
-        assert node.text().count("The run is over at version 5") >= 2
+        assert node.text().count("The run is over at version 6") >= 2
         assert "is unfinished or damaged and is skipped" in node.text()
 
 
@@ -78,8 +62,8 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_verify_finds_a_damaged_log_and_names_the_entry(alone: Path, tmp_path: Path) -> None:
-    run = copy_of(alone / "run", tmp_path)
+def test_verify_finds_a_damaged_log_and_names_the_entry(ended_run: EndedRun, tmp_path: Path) -> None:
+    run = copy_of(ended_run.folder / "run", tmp_path)
     log = run / "witness" / "journal" / "log"
     flip(log, log.stat().st_size // 2)
     before = log.read_bytes()
@@ -89,16 +73,16 @@ def test_verify_finds_a_damaged_log_and_names_the_entry(alone: Path, tmp_path: P
     assert log.read_bytes() == before
 
 
-def test_verify_finds_a_damaged_delta(alone: Path, tmp_path: Path) -> None:
-    run = copy_of(alone / "run", tmp_path)
+def test_verify_finds_a_damaged_delta(ended_run: EndedRun, tmp_path: Path) -> None:
+    run = copy_of(ended_run.folder / "run", tmp_path)
     delta = next(p for p in sorted((run / "witness" / "blobs" / "delta").rglob("*")) if p.is_file())
     flip(delta, 200)
     with pytest.raises(OperatorError, match=r"entry \d+: .*damaged"):
         verify_run(run)
 
 
-def test_verify_refuses_another_run_s_log(alone: Path, tmp_path: Path) -> None:
-    run = copy_of(alone / "run", tmp_path)
+def test_verify_refuses_another_run_s_log(ended_run: EndedRun, tmp_path: Path) -> None:
+    run = copy_of(ended_run.folder / "run", tmp_path)
     flip(run / "spec.bin", 40)
     with pytest.raises(OperatorError, match="does not verify: the RunSpec"):
         verify_run(run)
@@ -140,6 +124,18 @@ def test_late_join_leave_kill_and_a_tracker_that_goes_away(swarm: Swarm) -> None
     swarm.node("node-3")
     wait_for(lambda: swarm.listed("node-3"), START_S, "the late node contributes")
     wait_for(lambda: len(swarm.page()["committee"]["members"]) == 3, STEP_S, "a committee of three")  # type: ignore[index]
+
+    # A model leaves it while it is trained.
+    out = swarm.folder / "out"
+    exported = subprocess.run(
+        [sys.executable, "-m", "p2pdiloco_node.cli", "export", "--join", swarm.link, str(out)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert exported.returncode == 0, exported.stderr
+    facts = json.loads((out / "p2pdiloco.json").read_bytes())
+    assert facts["run"]["id"] == swarm.run.hex()
+    assert {c["name"] for c in facts["contributors"]} >= {"node-1", "node-2"}
+    assert 1 <= facts["version"] <= swarm.version()
 
     # The tracker dies: the swarm goes on for three versions and says so; a new node is told.
     swarm.tracker.kill()
