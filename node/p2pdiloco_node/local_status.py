@@ -95,8 +95,7 @@ def _noted() -> list[str]:
 
 
 def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not names_loopback(f"[{parts.hostname}]:0"):
+    if not _is_here(url):
         raise OperatorError(
             f"--url {url!r}: daemons answer on this machine only (http://127.0.0.1:PORT).", USAGE
         )
@@ -110,6 +109,14 @@ def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
                 f"{url} does not answer as a p2pdiloco daemon ({_why(error)}).", NETWORK
             ) from None
         return None
+
+
+def _is_here(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme == "http" and names_loopback(f"[{parts.hostname}]:{parts.port or 80}")
+    except ValueError:  # a bracket without the other, a port that is none
+        return False
 
 
 def _why(error: Any) -> str:
