@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +39,10 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
-from p2pdiloco_node.corpus.making import Request, make_data
+from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.sources import find_inputs
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
+from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import Certified
 from p2pdiloco_node.export.fetched import LinkedRun, read_spec
@@ -128,23 +128,28 @@ async def _fork(
     else:
         data = await _same_data(source, parent, work, put, watch)
         data = _replaced_data(data, parts["data"])
-    witness = load_or_make_key(out / WITNESS_KEY, files)
-    owner = load_or_make_key(owner_key, files)
-    origin = Parent(found.origin.run, found.certified.version, found.certified.params_root)
-    spec = _spec(parent, origin, parts, data, genesis, told)
-    prompts = await asyncio.to_thread(
-        encode_prompts, data.tokenizer, lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
-        spec.samples.prompts,
-    )  # fmt: skip
-    spec = msgspec.structs.replace(
-        spec, owner_key=owner.public_key, samples=msgspec.structs.replace(spec.samples, encoded=prompts),
-        committee=msgspec.structs.replace(spec.committee, genesis=Committee(witness.peer_id, ())),
-    )  # fmt: skip
-    check_types(spec)
-    warnings = check_run(spec, declared)
-    await asyncio.to_thread(drop_others, out / BLOBS, spec)
-    await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
-    shutil.rmtree(out / MAKING, ignore_errors=True)
+    # Another call may be at work in this folder, or have made its run here meanwhile.
+    check_folder(out)
+    with Taken(Work(out / MAKING)):
+        check_folder(out)
+        witness = load_or_make_key(out / WITNESS_KEY, files)
+        owner = load_or_make_key(owner_key, files)
+        origin = Parent(found.origin.run, found.certified.version, found.certified.params_root)
+        spec = _spec(parent, origin, parts, data, genesis, told)
+        prompts = await asyncio.to_thread(
+            encode_prompts, data.tokenizer, lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+            spec.samples.prompts,
+        )  # fmt: skip
+        spec = msgspec.structs.replace(
+            spec, owner_key=owner.public_key,
+            samples=msgspec.structs.replace(spec.samples, encoded=prompts),
+            committee=msgspec.structs.replace(spec.committee, genesis=Committee(witness.peer_id, ())),
+        )  # fmt: skip
+        check_types(spec)
+        warnings = check_run(spec, declared)
+        await asyncio.to_thread(drop_others, out / BLOBS, spec)
+        await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
+    await asyncio.to_thread(forget_work, out)
     return Forked(run_id_of(encode(spec)), spec, warnings)
 
 
