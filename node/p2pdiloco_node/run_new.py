@@ -143,15 +143,10 @@ async def create_run(
     out of range. What was written so far stays and is taken up by the next call; it is no run.
     """
     told = told or Quiet()
-    with sigterm_is_ctrl_c():
-        try:
-            return await _create_run(
-                order, out, owner_key or owner_key_path(), declared or Declared(), tune, told
-            )
-        except asyncio.CancelledError:
-            if (out / MAKING).exists():
-                told.say("Stopped. The same command goes on where it was.")
-            raise
+    with stoppable(out, told):
+        return await _create_run(
+            order, out, owner_key or owner_key_path(), declared or Declared(), tune, told
+        )
 
 
 async def _create_run(
@@ -173,7 +168,7 @@ async def _create_run(
         model = await look_at_model(choice, vocab_size=planned.plan.vocab_size)
         check_draft(order, choice, loops, model, declared)
         params = model.params
-    shards = await _make_data(request, planned, out, told, beside_bytes=VERSION_0_BYTES * params)
+    shards = await make_data_for(request, out, told, planned=planned, beside_bytes=VERSION_0_BYTES * params)
     shards = _windowed(shards, order)
     make_folder(files, out / BLOBS)
     witness = load_or_make_key(out / WITNESS_KEY, files)
@@ -235,6 +230,18 @@ async def _create_run(
         await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
+
+
+@contextmanager
+def stoppable(out: Path, told: Told) -> Iterator[None]:
+    """SIGTERM ends the making of a run in `out` as Ctrl-C does, and what was made so far is said to stay."""
+    with sigterm_is_ctrl_c():
+        try:
+            yield
+        except asyncio.CancelledError:
+            if (out / MAKING).exists():
+                told.say("Stopped. The same command goes on where it was.")
+            raise
 
 
 @contextmanager
@@ -342,10 +349,10 @@ def _spec(
     return made
 
 
-async def _make_data(
-    request: Request, planned: Planned, out: Path, told: Told, *, beside_bytes: int
-) -> DataSpec:  # fmt: skip
-    """In a thread, which ends soon after this is cancelled. Raises: OperatorError."""
+async def make_data_for(
+    request: Request, out: Path, told: Told, *, planned: Planned | None = None, beside_bytes: int = 0
+) -> DataSpec:
+    """`make_data` in a thread, which ends soon after this is cancelled. Raises: OperatorError."""
     stop = threading.Event()
     try:
         return await asyncio.to_thread(

@@ -39,7 +39,7 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
-from p2pdiloco_node.corpus.making import Request, forget_work, make_data
+from p2pdiloco_node.corpus.making import Request, forget_work
 from p2pdiloco_node.corpus.sources import find_inputs
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.corpus.work import Taken, Work
@@ -56,7 +56,8 @@ from p2pdiloco_node.run_new import (
     TRUSTED_PASSES,
     check_folder,
     drop_others,
-    sigterm_is_ctrl_c,
+    make_data_for,
+    stoppable,
 )
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
@@ -96,7 +97,7 @@ async def fork(
         load_or_make_key(owner_key, Files())
     # Whoever is refused has fetched nothing, and no folder is left.
     check_draft(*await _spec_of(source), parts, declared)
-    with sigterm_is_ctrl_c():
+    with stoppable(out, told):
         return await _fork(source, version, out, parts, owner_key, declared, told)
 
 
@@ -315,7 +316,7 @@ async def _other_data(found: Found, parts: Parts, out: Path, told: Told) -> Data
         said["data"], said.get("text_key", "text"), words, said.get("eval_per_source", False), 0, 0,
         parts["model"].get("seq_len", parent.model.seq_len),
     )  # fmt: skip
-    data = await asyncio.to_thread(make_data, request, out, told)
+    data = await make_data_for(request, out, told)
     if data.tokenizer.vocab_size > parent.model.vocab_size:
         raise AssertionError("the parent's own tokenizer does not fit its model")
     return _replaced_data(data, {k: v for k, v in said.items() if k == "window_shards"})

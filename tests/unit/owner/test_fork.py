@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +15,12 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import Parent, RunSpec, sign_run_spec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
+from p2pdiloco_node import run_new
+from p2pdiloco_node.corpus.making import Request
 from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.owner import fork as module
 from p2pdiloco_node.owner.fork import _spec, fork
-from p2pdiloco_node.progress import Quiet
+from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared
 from p2pdiloco_node.run_file import read_run_file
 from p2pdiloco_node.storage.files import Files
@@ -138,3 +142,32 @@ async def test_a_fork_waits_for_nobody_and_overwrites_nobody_in_its_folder(
         await begun()
     assert (out / "spec.bin").read_bytes() == b"the other call's"
     assert theirs.exists()
+
+
+async def test_a_fork_that_is_ended_stops_preparing_its_text(
+    tmp_path: Path, fake_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process would stay until the last document is tokenised."""
+    parent = KeptRun(tmp_path / "parent", fake_run().spec).steps(2)
+    text, parts = tmp_path / "text.txt", read_run_file(None)
+    text.write_text("words and more words\n" * 5000)
+    parts["data"]["data"] = [str(text)]
+    begun, stopped = threading.Event(), threading.Event()
+
+    def make_data(request: Request, out: Path, told: Told, stop: threading.Event, **_: Any) -> None:
+        begun.set()
+        if stop.wait(10):
+            stopped.set()
+
+    monkeypatch.setattr(run_new, "make_data", make_data)
+    making = asyncio.create_task(
+        fork(
+            parent.folder, "newest", tmp_path / "out", parts, owner_key=tmp_path / "mine.key",
+            declared=Declared(), told=Quiet(),
+        )
+    )  # fmt: skip
+    assert await asyncio.to_thread(begun.wait, 10)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    assert await asyncio.to_thread(stopped.wait, 10)
