@@ -60,7 +60,7 @@ from p2pdiloco_node.run_new import (
     stoppable,
 )
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
-from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.transport.http_session import make_session
 
 FETCHED = "fetched"
@@ -93,8 +93,7 @@ async def fork(
             if key in parts[table]:
                 raise OperatorError(f"{key} is the parent's in a fork: leave [{table}] {key} out.", USAGE)
     check_folder(out)
-    if owner_key.exists():  # noqa: ASYNC240 - a look at one name
-        load_or_make_key(owner_key, Files())
+    check_key(owner_key)
     # Whoever is refused has fetched nothing, and no folder is left.
     check_draft(*await _spec_of(source), parts, declared)
     with stoppable(out, told):

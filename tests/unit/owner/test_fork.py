@@ -171,3 +171,12 @@ async def test_a_fork_that_is_ended_stops_preparing_its_text(
     with pytest.raises(asyncio.CancelledError):
         await making
     assert await asyncio.to_thread(stopped.wait, 10)
+
+
+async def test_a_key_that_cannot_be_made_is_known_before_anything_is_fetched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OperatorError, match=r"cannot be made: .*file is no folder"):
+        await fork(
+            tmp_path / "nowhere", "newest", tmp_path / "out", read_run_file(None),
+            owner_key=tmp_path / "file/mine.key", declared=Declared(), told=Quiet(),
+        )  # fmt: skip
