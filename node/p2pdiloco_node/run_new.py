@@ -11,6 +11,7 @@ The owner's key is never in DIR: whoever serves a run must not be able to speak 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import signal
 import tempfile
@@ -59,7 +60,7 @@ from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
 from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
-from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
+from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
 from p2pdiloco_node.training.presets import warmup_tokens
@@ -67,6 +68,7 @@ from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
 VERSION_0 = "version-0"  # in MAKING
+OF_A_CALL = re.compile(rf"[0-9a-f]{{64}}({re.escape(TEMPORARY)})?")  # a blob, or half of one
 VERSION_0_BYTES = 8  # of disk for each parameter: float32 as it is made, and in chunks
 TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # full ones; of an open run
 
@@ -364,11 +366,11 @@ async def make_data_for(
 
 
 def drop_others(blobs: Path, spec: RunSpec) -> None:
-    """What calls that were killed, or had another model, left among the run's blobs."""
+    """What calls that were killed, or had another model, left among the run's blobs. Nobody else's files."""
     wanted = {ref.digest.hex() for ref in spec.data.blobs}
     wanted |= {digest.hex() for digest in (*spec.genesis.params, *spec.genesis.momentum)}
     for path in blobs.iterdir():
-        if path.name not in wanted:
+        if path.name not in wanted and OF_A_CALL.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
