@@ -453,6 +453,17 @@ def test_what_is_refused_leaves_nothing_behind(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_fork_has_fetched_is_not_the_makings_to_remove(folder: Path, tmp_path: Path) -> None:
+    """The text is mended in a minute; the parent's version may have come over a thin link."""
+    fetched = tmp_path / "out" / "making" / "fetched"
+    fetched.mkdir(parents=True)
+    (fetched / "chunk").write_bytes(b"of the parent")
+    with pytest.raises(OperatorError, match="the corpus is too small"):
+        make_data(Request([str(folder / "*.txt")], seq_len=10**7), tmp_path / "out", Quiet())
+    assert [path.name for path in fetched.parent.iterdir()] == ["fetched"]
+    assert (fetched / "chunk").exists()
+
+
 def test_a_disk_that_fails_leaves_what_is_done(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
