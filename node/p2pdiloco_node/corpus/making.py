@@ -103,7 +103,7 @@ def make_data(
     old = work.plan()
     if old is not None:
         check_same(old, plan, out)
-    elif not work.root.exists():
+    else:
         check_disk(plan, out, told, beside_bytes)
     for forget in (reading.forget, tokenising.forget, packing.forget):
         forget()

@@ -396,9 +396,16 @@ def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
         make_data(Request([str(folder)]), tmp_path / "out", Quiet())
 
 
+@pytest.mark.parametrize("of_a_fork", [False, True])
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_fork: bool
 ) -> None:
+    """A fork has fetched its parent into the work folder before."""
+    there = (
+        {tmp_path / "out", tmp_path / "out/making", tmp_path / "out/making/fetched"} if of_a_fork else set()
+    )
+    for path in sorted(there):
+        path.mkdir()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
     with pytest.raises(
@@ -406,7 +413,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     ) as caught:
         make_data(Request([str(folder)]), tmp_path / "out", Quiet())
     assert caught.value.exit_code == 6
-    assert not (tmp_path / "out").exists()
+    assert set(tmp_path.glob("out/**")) | set(tmp_path.glob("out")) == there
 
 
 @pytest.mark.parametrize(
