@@ -396,16 +396,9 @@ def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
         make_data(Request([str(folder)]), tmp_path / "out", Quiet())
 
 
-@pytest.mark.parametrize("of_a_fork", [False, True])
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_fork: bool
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork has fetched its parent into the work folder before."""
-    there = (
-        {tmp_path / "out", tmp_path / "out/making", tmp_path / "out/making/fetched"} if of_a_fork else set()
-    )
-    for path in sorted(there):
-        path.mkdir()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
     with pytest.raises(
@@ -413,7 +406,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     ) as caught:
         make_data(Request([str(folder)]), tmp_path / "out", Quiet())
     assert caught.value.exit_code == 6
-    assert set(tmp_path.glob("out/**")) | set(tmp_path.glob("out")) == there
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -458,17 +451,6 @@ def test_what_is_refused_leaves_nothing_behind(
         make_data(request_, tmp_path / "out", Quiet())
     assert caught.value.exit_code == code
     assert not (tmp_path / "out").exists()
-
-
-def test_what_a_fork_has_fetched_is_not_the_makings_to_remove(folder: Path, tmp_path: Path) -> None:
-    """The text is mended in a minute; the parent's version may have come over a thin link."""
-    fetched = tmp_path / "out" / "making" / "fetched"
-    fetched.mkdir(parents=True)
-    (fetched / "chunk").write_bytes(b"of the parent")
-    with pytest.raises(OperatorError, match="the corpus is too small"):
-        make_data(Request([str(folder / "*.txt")], seq_len=10**7), tmp_path / "out", Quiet())
-    assert [path.name for path in fetched.parent.iterdir()] == ["fetched"]
-    assert (fetched / "chunk").exists()
 
 
 def test_a_disk_that_fails_leaves_what_is_done(
