@@ -13,6 +13,7 @@ import textwrap
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http.client import BadStatusLine, HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -95,8 +96,7 @@ def _noted() -> list[str]:
 
 
 def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not names_loopback(f"[{parts.hostname}]:0"):
+    if not _is_here(url):
         raise OperatorError(
             f"--url {url!r}: daemons answer on this machine only (http://127.0.0.1:PORT).", USAGE
         )
@@ -104,12 +104,20 @@ def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:
     try:
         with opener.open(url + "/v1/status", timeout=ANSWER_S) as answer:
             return msgspec.json.decode(answer.read(4 * limits.MIB), type=NodeStatus)
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, HTTPException, msgspec.MsgspecError) as error:
         if must_answer:
             raise OperatorError(
                 f"{url} does not answer as a p2pdiloco daemon ({_why(error)}).", NETWORK
             ) from None
         return None
+
+
+def _is_here(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme == "http" and names_loopback(f"[{parts.hostname}]:{parts.port or 80}")
+    except ValueError:  # a bracket without the other, a port that is none
+        return False
 
 
 def _why(error: Any) -> str:
@@ -119,7 +127,7 @@ def _why(error: Any) -> str:
             return "refused: nothing listens there"
         case TimeoutError():
             return f"no answer within {ANSWER_S:.0f} s"
-        case msgspec.MsgspecError():
+        case msgspec.MsgspecError() | BadStatusLine():
             return "it answers something else"
         case OSError(strerror=str(words)):
             return words

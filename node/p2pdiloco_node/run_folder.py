@@ -5,6 +5,7 @@ SPEC = "spec.bin"  # in a node's folder of the run as well
 BLOBS = "blobs"
 WITNESS_KEY = "witness.key"
 MAKING = "making"  # while data are made
+FETCHED = "fetched"  # in MAKING: what a fork has of its parent
 WITNESS = "witness"  # the witness's own folder
 HISTORY = "history.sqlite"
 CHECKPOINTS = "checkpoints"

@@ -11,6 +11,7 @@ The owner's key is never in DIR: whoever serves a run must not be able to speak 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import signal
 import tempfile
@@ -59,7 +60,7 @@ from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
 from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
-from p2pdiloco_node.storage.files import Files, guarded, make_folder, replace_file
+from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
 from p2pdiloco_node.training.presets import warmup_tokens
@@ -67,6 +68,7 @@ from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
 VERSION_0 = "version-0"  # in MAKING
+OF_A_CALL = re.compile(rf"[0-9a-f]{{64}}({re.escape(TEMPORARY)})?")  # a blob, or half of one
 VERSION_0_BYTES = 8  # of disk for each parameter: float32 as it is made, and in chunks
 TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # full ones; of an open run
 
@@ -143,15 +145,10 @@ async def create_run(
     out of range. What was written so far stays and is taken up by the next call; it is no run.
     """
     told = told or Quiet()
-    with sigterm_is_ctrl_c():
-        try:
-            return await _create_run(
-                order, out, owner_key or owner_key_path(), declared or Declared(), tune, told
-            )
-        except asyncio.CancelledError:
-            if (out / MAKING).exists():
-                told.say("Stopped. The same command goes on where it was.")
-            raise
+    with stoppable(out, told):
+        return await _create_run(
+            order, out, owner_key or owner_key_path(), declared or Declared(), tune, told
+        )
 
 
 async def _create_run(
@@ -173,7 +170,7 @@ async def _create_run(
         model = await look_at_model(choice, vocab_size=planned.plan.vocab_size)
         check_draft(order, choice, loops, model, declared)
         params = model.params
-    shards = await _make_data(request, planned, out, told, beside_bytes=VERSION_0_BYTES * params)
+    shards = await make_data_for(request, out, told, planned=planned, beside_bytes=VERSION_0_BYTES * params)
     shards = _windowed(shards, order)
     make_folder(files, out / BLOBS)
     witness = load_or_make_key(out / WITNESS_KEY, files)
@@ -235,6 +232,18 @@ async def _create_run(
         await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
+
+
+@contextmanager
+def stoppable(out: Path, told: Told) -> Iterator[None]:
+    """SIGTERM ends the making of a run in `out` as Ctrl-C does, and what was made so far is said to stay."""
+    with sigterm_is_ctrl_c():
+        try:
+            yield
+        except asyncio.CancelledError:
+            if (out / MAKING).exists():
+                told.say("Stopped. The same command goes on where it was.")
+            raise
 
 
 @contextmanager
@@ -342,10 +351,10 @@ def _spec(
     return made
 
 
-async def _make_data(
-    request: Request, planned: Planned, out: Path, told: Told, *, beside_bytes: int
-) -> DataSpec:  # fmt: skip
-    """In a thread, which ends soon after this is cancelled. Raises: OperatorError."""
+async def make_data_for(
+    request: Request, out: Path, told: Told, *, planned: Planned | None = None, beside_bytes: int = 0
+) -> DataSpec:
+    """`make_data` in a thread, which ends soon after this is cancelled. Raises: OperatorError."""
     stop = threading.Event()
     try:
         return await asyncio.to_thread(
@@ -357,11 +366,11 @@ async def _make_data(
 
 
 def drop_others(blobs: Path, spec: RunSpec) -> None:
-    """What calls that were killed, or had another model, left among the run's blobs."""
+    """What calls that were killed, or had another model, left among the run's blobs. Nobody else's files."""
     wanted = {ref.digest.hex() for ref in spec.data.blobs}
     wanted |= {digest.hex() for digest in (*spec.genesis.params, *spec.genesis.momentum)}
     for path in blobs.iterdir():
-        if path.name not in wanted:
+        if path.name not in wanted and OF_A_CALL.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokeniz
 from p2pdiloco_node.corpus.work import Plan, Taken, Tokenised, Work
 from p2pdiloco_node.progress import BYTES as IN_BYTES
 from p2pdiloco_node.progress import Told, amount
-from p2pdiloco_node.run_folder import BLOBS, MAKING
+from p2pdiloco_node.run_folder import BLOBS, FETCHED, MAKING
 from p2pdiloco_node.storage.files import make_folder
 
 INLINE_BYTES = 8 << 20  # a smaller corpus is made before processes have started
@@ -102,7 +103,7 @@ def make_data(
     old = work.plan()
     if old is not None:
         check_same(old, plan, out)
-    elif not work.root.exists():
+    else:
         check_disk(plan, out, told, beside_bytes)
     for forget in (reading.forget, tokenising.forget, packing.forget):
         forget()
@@ -129,7 +130,15 @@ def forget_work(out: Path) -> None:
 
 
 def _remove(work: Work, new: Sequence[Path]) -> None:
-    shutil.rmtree(work.root, ignore_errors=True)
+    with suppress(OSError):
+        for path in work.root.iterdir():
+            if path.name == FETCHED:  # not of the making, and may have taken hours
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        work.root.rmdir()
     for folder in new:
         shutil.rmtree(folder, ignore_errors=True)
 

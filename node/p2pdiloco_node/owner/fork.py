@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +39,10 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
-from p2pdiloco_node.corpus.making import Request, make_data
+from p2pdiloco_node.corpus.making import Request, forget_work
 from p2pdiloco_node.corpus.sources import find_inputs
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
+from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import Certified
 from p2pdiloco_node.export.fetched import LinkedRun, read_spec
@@ -50,19 +50,19 @@ from p2pdiloco_node.export.sources import Found, from_folder, from_link
 from p2pdiloco_node.progress import Quiet, Told, Watch
 from p2pdiloco_node.run_checks import Declared, check_run, check_types, replaced
 from p2pdiloco_node.run_file import Parts
-from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
+from p2pdiloco_node.run_folder import BLOBS, FETCHED, MAKING, SPEC, WITNESS_KEY
 from p2pdiloco_node.run_new import (
     BOOTSTRAP_PASSES,
     TRUSTED_PASSES,
     check_folder,
     drop_others,
-    sigterm_is_ctrl_c,
+    make_data_for,
+    stoppable,
 )
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
-from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.transport.http_session import make_session
 
-FETCHED = "fetched"
 # What a fork cannot have otherwise: the model and its tokenizer are the parent's.
 FIXED = {"model": ("model", "seed"), "data": ("tokenizer",)}
 
@@ -92,11 +92,10 @@ async def fork(
             if key in parts[table]:
                 raise OperatorError(f"{key} is the parent's in a fork: leave [{table}] {key} out.", USAGE)
     check_folder(out)
-    if owner_key.exists():  # noqa: ASYNC240 - a look at one name
-        load_or_make_key(owner_key, Files())
+    check_key(owner_key)
     # Whoever is refused has fetched nothing, and no folder is left.
     check_draft(*await _spec_of(source), parts, declared)
-    with sigterm_is_ctrl_c():
+    with stoppable(out, told):
         return await _fork(source, version, out, parts, owner_key, declared, told)
 
 
@@ -128,23 +127,28 @@ async def _fork(
     else:
         data = await _same_data(source, parent, work, put, watch)
         data = _replaced_data(data, parts["data"])
-    witness = load_or_make_key(out / WITNESS_KEY, files)
-    owner = load_or_make_key(owner_key, files)
-    origin = Parent(found.origin.run, found.certified.version, found.certified.params_root)
-    spec = _spec(parent, origin, parts, data, genesis, told)
-    prompts = await asyncio.to_thread(
-        encode_prompts, data.tokenizer, lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
-        spec.samples.prompts,
-    )  # fmt: skip
-    spec = msgspec.structs.replace(
-        spec, owner_key=owner.public_key, samples=msgspec.structs.replace(spec.samples, encoded=prompts),
-        committee=msgspec.structs.replace(spec.committee, genesis=Committee(witness.peer_id, ())),
-    )  # fmt: skip
-    check_types(spec)
-    warnings = check_run(spec, declared)
-    await asyncio.to_thread(drop_others, out / BLOBS, spec)
-    await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
-    shutil.rmtree(out / MAKING, ignore_errors=True)
+    # Another call may be at work in this folder, or have made its run here meanwhile.
+    check_folder(out)
+    with Taken(Work(out / MAKING)):
+        check_folder(out)
+        witness = load_or_make_key(out / WITNESS_KEY, files)
+        owner = load_or_make_key(owner_key, files)
+        origin = Parent(found.origin.run, found.certified.version, found.certified.params_root)
+        spec = _spec(parent, origin, parts, data, genesis, told)
+        prompts = await asyncio.to_thread(
+            encode_prompts, data.tokenizer, lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+            spec.samples.prompts,
+        )  # fmt: skip
+        spec = msgspec.structs.replace(
+            spec, owner_key=owner.public_key,
+            samples=msgspec.structs.replace(spec.samples, encoded=prompts),
+            committee=msgspec.structs.replace(spec.committee, genesis=Committee(witness.peer_id, ())),
+        )  # fmt: skip
+        check_types(spec)
+        warnings = check_run(spec, declared)
+        await asyncio.to_thread(drop_others, out / BLOBS, spec)
+        await asyncio.to_thread(replace_file, files, out / SPEC, sign_run_spec(spec, owner))
+    await asyncio.to_thread(forget_work, out)
     return Forked(run_id_of(encode(spec)), spec, warnings)
 
 
@@ -310,7 +314,7 @@ async def _other_data(found: Found, parts: Parts, out: Path, told: Told) -> Data
         said["data"], said.get("text_key", "text"), words, said.get("eval_per_source", False), 0, 0,
         parts["model"].get("seq_len", parent.model.seq_len),
     )  # fmt: skip
-    data = await asyncio.to_thread(make_data, request, out, told)
+    data = await make_data_for(request, out, told)
     if data.tokenizer.vocab_size > parent.model.vocab_size:
         raise AssertionError("the parent's own tokenizer does not fit its model")
     return _replaced_data(data, {k: v for k, v in said.items() if k == "window_shards"})

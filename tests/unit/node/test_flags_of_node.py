@@ -176,7 +176,7 @@ async def test_stay_goes_on_serving_when_the_run_is_over(
     over = asyncio.Event()
     over.set()
     async with enter(*(["--stay"] if stay else [])) as made:
-        made.desk = cast("Any", SimpleNamespace(over=over, evaluating=False))
+        made.desk = cast("Any", SimpleNamespace(over=over, evaluating=False, leaving_words=str))
         made._talk = []
         made._keeping_data = made._training = asyncio.ensure_future(asyncio.sleep(0))
         with caplog.at_level(logging.INFO, logger="p2pdiloco.node"):

@@ -79,6 +79,9 @@ def test_status_of_all_or_of_one_for_people_or_programs(
         "http://localhost.example.com:80",
         "http://127.0.0.1:80@example.com",
         "https://[::1]",
+        "http://[::1",
+        "http://[::1]:port",
+        "http://127.0.0.1:99999",
     ],
 )
 def test_status_asks_this_machine_only(url: str, capsys: pytest.CaptureFixture[str]) -> None:

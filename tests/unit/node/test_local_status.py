@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -50,3 +51,18 @@ def test_a_daemon_that_is_not_there_is_refused_in_words() -> None:
             print_status(url, as_json=False)
     assert caught.value.exit_code == 4
     assert "Errno" not in str(caught.value)
+
+
+def test_a_port_of_something_else_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as asked:
+                asked.recv(1 << 16)
+                asked.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(OperatorError, match="it answers something else"):
+            print_status(f"http://127.0.0.1:{server.getsockname()[1]}", as_json=False)
+        answering.join()

@@ -13,9 +13,11 @@ import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.sim.keys import FastSigner
+from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.run_new import Draft, Order, check_folder, create_run, sigterm_is_ctrl_c
+from p2pdiloco_node.run_new import Draft, Order, check_folder, create_run, drop_others, sigterm_is_ctrl_c
 from p2pdiloco_node.training.families import ModelRefused, check_values
 
 NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.txt", "--out", "n"]
@@ -129,6 +131,17 @@ def test_a_model_of_nothing_is_refused(family: str, key: str) -> None:
 def test_a_model_that_cannot_train_is_refused_by_its_keys(config: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelRefused, match=key):
         check_values("mixtral", config)
+
+
+def test_what_no_call_has_made_stays_among_the_blobs(tmp_path: Path) -> None:
+    """--out may name a folder that has a folder `blobs` of somebody else's."""
+    spec = tiny_run(FastSigner("owner"), FastSigner("witness").peer_id).spec
+    theirs = ["cat.png", "album", "AB" * 32]
+    (tmp_path / "album").mkdir()
+    for name in ("cat.png", "AB" * 32, "ab" * 32, "cd" * 32 + ".tmp"):
+        (tmp_path / name).write_bytes(b"x")
+    drop_others(tmp_path, spec)
+    assert {path.name for path in tmp_path.iterdir()} == set(theirs)
 
 
 def test_two_calls_at_once_do_not_overwrite_each_other_s_run(tmp_path: Path) -> None:

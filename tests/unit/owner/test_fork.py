@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,12 +15,17 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import Parent, RunSpec, sign_run_spec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
+from p2pdiloco_node import run_new
+from p2pdiloco_node.corpus.making import Request
+from p2pdiloco_node.corpus.work import Taken, Work
+from p2pdiloco_node.owner import fork as module
 from p2pdiloco_node.owner.fork import _spec, fork
-from p2pdiloco_node.progress import Quiet
+from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared
 from p2pdiloco_node.run_file import read_run_file
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.keys import load_or_make_key
+from tests.unit.export.conftest import KeptRun
 
 STRICT = {"admission": "open", "trust_tokens": 123_456_789, "bootstrap_tokens": 987_654_321}
 
@@ -104,3 +111,72 @@ async def test_what_cannot_work_is_said_before_anything_is_read(
         )  # fmt: skip
     assert (str(parent) in str(e.value)) == (said == "log")
     assert sorted(os.listdir(tmp_path)) == ["owner.key", "parent"]  # noqa: PTH208
+
+
+async def test_a_fork_waits_for_nobody_and_overwrites_nobody_in_its_folder(
+    tmp_path: Path, fake_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another call is at work there; another one has made its run there meanwhile."""
+    parent = KeptRun(tmp_path / "parent", fake_run().spec).steps(2)
+    out, mine = tmp_path / "out", tmp_path / "mine.key"
+
+    async def begun() -> object:
+        return await fork(
+            parent.folder, "newest", out, read_run_file(None), owner_key=mine, declared=Declared(),
+            told=Quiet(),
+        )  # fmt: skip
+
+    with Taken(Work(out / "making")):
+        with pytest.raises(OperatorError, match="Another p2pdiloco makes a run"):
+            await begun()
+        theirs = out / "blobs" / ("ab" * 32)
+        theirs.write_bytes(b"of the other call")
+    really = module._same_data
+
+    async def meanwhile(*arguments: Any) -> Any:
+        (out / "spec.bin").write_bytes(b"the other call's")
+        return await really(*arguments)
+
+    monkeypatch.setattr(module, "_same_data", meanwhile)
+    with pytest.raises(OperatorError, match="already holds a run"):
+        await begun()
+    assert (out / "spec.bin").read_bytes() == b"the other call's"
+    assert theirs.exists()
+
+
+async def test_a_fork_that_is_ended_stops_preparing_its_text(
+    tmp_path: Path, fake_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process would stay until the last document is tokenised."""
+    parent = KeptRun(tmp_path / "parent", fake_run().spec).steps(2)
+    text, parts = tmp_path / "text.txt", read_run_file(None)
+    text.write_text("words and more words\n" * 5000)
+    parts["data"]["data"] = [str(text)]
+    begun, stopped = threading.Event(), threading.Event()
+
+    def make_data(request: Request, out: Path, told: Told, stop: threading.Event, **_: Any) -> None:
+        begun.set()
+        if stop.wait(10):
+            stopped.set()
+
+    monkeypatch.setattr(run_new, "make_data", make_data)
+    making = asyncio.create_task(
+        fork(
+            parent.folder, "newest", tmp_path / "out", parts, owner_key=tmp_path / "mine.key",
+            declared=Declared(), told=Quiet(),
+        )
+    )  # fmt: skip
+    assert await asyncio.to_thread(begun.wait, 10)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    assert await asyncio.to_thread(stopped.wait, 10)
+
+
+async def test_a_key_that_cannot_be_made_is_known_before_anything_is_fetched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OperatorError, match=r"cannot be made: .*file is no folder"):
+        await fork(
+            tmp_path / "nowhere", "newest", tmp_path / "out", read_run_file(None),
+            owner_key=tmp_path / "file/mine.key", declared=Declared(), told=Quiet(),
+        )  # fmt: skip
