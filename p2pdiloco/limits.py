@@ -244,7 +244,9 @@ model_experts_max = 1024  # of a layer; the most known are 512
 model_params_max = 2**36  # no machine holds 16 bytes each of more; what a node holds is for its plan to say
 model_buffer_bytes_max = 256 * MIB  # what a model derives and nobody sends: masks, tables of positions
 model_modules_max = 1_000_000  # of layers times experts: building them without memory takes a minute
-trial_tokens_max = 64  # of the sequence with which a model is tried: seconds for billions of parameters
+trial_tokens_max = (
+    64  # of the sequence with which a model is tried: seconds for a billion parameters, minutes for ten
+)
 checkpoint_json_bytes_max = 16 * MIB  # a local checkpoint's config or index; 70 layers of experts: 4 MiB
 logits_bytes = 256 * MIB  # float32 logits made at a time; training needs about four times as much for them
 handed_over_values = 16 * MIB  # params moved at a time between host and device: 64 MiB

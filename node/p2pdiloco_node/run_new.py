@@ -29,7 +29,7 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import USAGE
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
@@ -366,12 +366,22 @@ async def make_data_for(
 
 
 def drop_others(blobs: Path, spec: RunSpec) -> None:
-    """What calls that were killed, or had another model, left among the run's blobs. Nobody else's files."""
+    """What calls that were killed, or had another model, left among the run's blobs. Nobody else's files.
+
+    Raises: OperatorError: a blob of the run is not there: another call took it for such a leftover.
+    """
     wanted = {ref.digest.hex() for ref in spec.data.blobs}
     wanted |= {digest.hex() for digest in (*spec.genesis.params, *spec.genesis.momentum)}
     for path in blobs.iterdir():
         if path.name not in wanted and OF_A_CALL.fullmatch(path.name):
             path.unlink(missing_ok=True)
+        wanted.discard(path.name)
+    if wanted:
+        raise OperatorError(
+            f"{blobs} lacks {len(wanted)} blobs of this run, which another call in the same folder must have "
+            "removed: give the same command again.",
+            FILES,
+        )
 
 
 def _write_genesis(params: Array, put: Callable[[Digest, memoryview], None]) -> Genesis:

@@ -206,6 +206,9 @@ class Aggregation:
         """An entry became the state."""
         self._progress_at = self._ctx.now
         self._stall_factor = 1.0 + self._ctx.rng() / 4
+        if isinstance(content, OwnerEntry) and content.word.kind == "resume":
+            # A round begins: by the last step's time its deadline may be over before anybody has trained.
+            self._last_step_at = self._ctx.now
         if not isinstance(content, OuterStep):
             return
         self._learn_spread(content)

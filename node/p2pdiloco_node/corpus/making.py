@@ -100,17 +100,17 @@ def make_data(
     plan, tokenizer = planned or plan_data(request)
     jobs = request.jobs or min(len(os.sched_getaffinity(0)), limits.making_jobs_max)
     work = Work(out / MAKING)
-    old = work.plan()
-    if old is not None:
-        check_same(old, plan, out)
-    else:
+    if work.plan() is None:
         check_disk(plan, out, told, beside_bytes)
     for forget in (reading.forget, tokenising.forget, packing.forget):
         forget()
     new = [path for path in (out, out / BLOBS) if not path.exists()]
     with Taken(work):
         make_folder(work.files, out / BLOBS)
-        if old is None:
+        old = work.plan()
+        if old is not None:
+            check_same(old, plan, out)
+        else:
             if tokenizer:
                 work.write(work.tokenizer, [tokenizer])
             work.keep(plan)

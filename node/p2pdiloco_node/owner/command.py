@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
@@ -33,13 +33,19 @@ from p2pdiloco_node.transport.http_session import make_session
 T = TypeVar("T")
 
 
-class Reach(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reach:
     """How a run is reached, and as whom."""
 
     where: str  # a link, or a folder of this machine
     owner_key: Path | None = None
     peers: tuple[str, ...] | None = None  # HOST:PORT of nodes, where the tracker is away
     wait_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Raises: OperatorError."""
+        if not 0 < self.wait_s <= limits.owner_wait_s_max:
+            raise OperatorError(f"--wait-s is above 0 and at most {limits.owner_wait_s_max:.0f}.", USAGE)
 
     @property
     def key(self) -> Path:
@@ -53,8 +59,6 @@ def _told(as_json: bool) -> AbstractContextManager[Told]:
 
 def _with_run(reach: Reach, told: Told, work: Callable[[SeenRun], Awaitable[T]]) -> T:
     """Raises: OperatorError."""
-    if not 0 < reach.wait_s <= limits.owner_wait_s_max:
-        raise OperatorError(f"--wait-s is above 0 and at most {limits.owner_wait_s_max:.0f}.", USAGE)
 
     async def live() -> T:
         async with make_session(connections_max=64, per_host_max=0, build=__version__) as session:

@@ -12,9 +12,10 @@ from msgspec import Meta
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import RESOURCES
+from p2pdiloco.exit_codes import NO, RESOURCES
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 from p2pdiloco.wire.codec import Struct, decode, encode
+from p2pdiloco_node.storage.files import guarded
 from p2pdiloco_node.training.arrays import Floats, read_array
 from p2pdiloco_node.training.model_choice import ModelChoice
 from p2pdiloco_node.training.presets import config_bytes
@@ -22,6 +23,7 @@ from p2pdiloco_node.training.supervisor import trainer_environment
 
 GENESIS = (sys.executable, "-P", "-m", "p2pdiloco_node.training.genesis")
 KNOWN_WHY = 64  # genesis ends with this and an exit code: its last line is a sentence for people
+KNOWN = range(KNOWN_WHY + NO, KNOWN_WHY + RESOURCES + 1)  # Python itself ends with others, such as 120
 HINTS = {  # by what the last line says
     "No module named": "pip install 'p2pdiloco[node]'",
     "No space left": "make room on the disk, or choose a folder on another disk with --out",
@@ -68,7 +70,7 @@ async def make_version_0(
     Raises: OperatorError: it failed; says why.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()  # noqa: ASYNC240 - one call
+    guarded(folder.mkdir, folder)
     try:
         path = folder / "params.f32"
         made = await _made(choice, seed, vocab_size, str(path))
@@ -120,7 +122,8 @@ async def _run(order: bytes) -> bytes:
     if process.returncode == 0:
         return made
     last = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-    if process.returncode is not None and process.returncode > KNOWN_WHY:
-        raise OperatorError(f"version 0 is not made: {last[:1000]}", process.returncode - KNOWN_WHY)
+    code = process.returncode or 0
+    if code in KNOWN:
+        raise OperatorError(f"version 0 is not made: {last[:1000]}", code - KNOWN_WHY)
     hint = next((hint for sign, hint in HINTS.items() if sign in last), "free memory, try again")
     raise OperatorError(f"version 0 could not be made ({last[:300]}): {hint}.", RESOURCES)

@@ -396,6 +396,21 @@ def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
         make_data(Request([str(folder)]), tmp_path / "out", Quiet())
 
 
+def test_a_plan_that_came_while_the_disk_was_looked_at_is_not_written_over(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else this call would get the data of the other one's command."""
+    request = Request([str(folder)], jobs=1)
+
+    def meanwhile(*_: object) -> None:
+        monkeypatch.undo()
+        make_data(request, tmp_path / "out", Quiet())
+
+    monkeypatch.setattr(making, "check_disk", meanwhile)
+    with pytest.raises(OperatorError, match="beginning of another run, with"):
+        make_data(request._replace(seed=7), tmp_path / "out", Quiet())
+
+
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

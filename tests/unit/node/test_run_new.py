@@ -140,8 +140,15 @@ def test_what_no_call_has_made_stays_among_the_blobs(tmp_path: Path) -> None:
     (tmp_path / "album").mkdir()
     for name in ("cat.png", "AB" * 32, "ab" * 32, "cd" * 32 + ".tmp"):
         (tmp_path / name).write_bytes(b"x")
+    digests = [ref.digest for ref in spec.data.blobs] + [*spec.genesis.params, *spec.genesis.momentum]
+    ours = {digest.hex() for digest in digests}
+    for name in ours:
+        (tmp_path / name).write_bytes(b"x")
     drop_others(tmp_path, spec)
-    assert {path.name for path in tmp_path.iterdir()} == set(theirs)
+    assert {path.name for path in tmp_path.iterdir()} == {*theirs, *ours}
+    (tmp_path / min(ours)).unlink()
+    with pytest.raises(OperatorError, match="lacks 1 blobs of this run.*give the same command again"):
+        drop_others(tmp_path, spec)
 
 
 def test_two_calls_at_once_do_not_overwrite_each_other_s_run(tmp_path: Path) -> None:

@@ -313,6 +313,18 @@ def test_an_entry_that_does_not_come_although_deltas_are_there_is_a_stall() -> N
     assert not idle.agg.stalled()  # nothing to list
 
 
+def test_a_round_begins_when_a_pause_ends() -> None:
+    """Else its first step would close with whoever is there, while others are still in their pass."""
+    leader = Leader()
+    word = OwnerWord("resume", 2, 0, bytes(64), b"")
+    leader.p.ctx.now = 10 * DEADLINE
+    leader.hear()
+    leader.agg.installed(OwnerEntry(word, NO_DIGEST), 2)
+    leader.hold(B)
+    assert leader.proposed() is None
+    assert peers(leader.proposed(at=11 * DEADLINE)) == {B.peer_id}
+
+
 def passed_over(listed: list[Any], terms: list[int]) -> bool:
     """Whether voter A complains after steps of these terms that list `listed`, with C's delta held before."""
     voter = Leader(lead=False)
