@@ -16,9 +16,7 @@ from p2pdiloco.wire.messages import DeltaHeader, DeltaReceipt, Outcome
 _FINAL = frozenset(
     {Outcome.NOT_FINITE, Outcome.BAD_SHAPE, Outcome.BAD_SIGNATURE, Outcome.TOO_BIG, Outcome.NOT_ADMITTED}
 )
-REVOKED = (
-    "the run's owner revoked this node: what it trains is not taken any more, so it only follows the run"
-)
+REVOKED = "the run's owner revoked this node: what it trains is not taken any more; it only follows"
 
 
 class _Own:
@@ -167,7 +165,7 @@ class Delivery:
         self._own.clear()
 
     def obey(self, rules: RulesState) -> bool:
-        """Whether the owner's words in the state that stands now mean something else for own work than before.
+        """Heed the owner's words in the state that stands now. Returns: whether they are others than before.
 
         A revoked node goes on following: it may have a seat that nobody else can take yet.
         """
