@@ -19,7 +19,6 @@ nesting_max = 16  # deepest message nesting in use is 5
 # Data plane
 chunk_bytes = 4 * MIB  # snapshots and shards travel in chunks of this size
 chunks_max = 2048  # of one array, whose chunks grow beyond: the digests of two arrays fit in one message
-chunk_bytes_max = 128 * MIB  # of an array of `model_params_max` values
 blob_bytes_max = 4096 * MIB  # largest delta accepted at all; the model decides the real figure
 delta_value_max = 1024.0  # magnitude of one value of a delta; working trainers stay below 1
 zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
@@ -244,6 +243,7 @@ model_experts_max = 1024  # of a layer; the most known are 512
 model_params_max = 2**36  # no machine holds 16 bytes each of more; what a node holds is for its plan to say
 model_buffer_bytes_max = 256 * MIB  # what a model derives and nobody sends: masks, tables of positions
 model_modules_max = 1_000_000  # of layers times experts: building them without memory takes a minute
+param_max = 1e6  # magnitude of a param of version 0; sound models stay below 1e3
 trial_tokens_max = 64  # of the sequence with which a model is tried: seconds for billions of parameters
 checkpoint_json_bytes_max = 16 * MIB  # a local checkpoint's config or index; 70 layers of experts: 4 MiB
 logits_bytes = 256 * MIB  # float32 logits made at a time; training needs about four times as much for them
