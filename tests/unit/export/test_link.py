@@ -185,6 +185,18 @@ def cut_blob(run: Any) -> Change:
     return change
 
 
+def long_chunks(run: Any) -> Change:
+    """A byte more than the model makes of them."""
+
+    def change(request: web.Request) -> web.StreamResponse | None:
+        name = request.path.rpartition("/")[2]
+        if not request.path.startswith("/v1/blobs/") or bytes.fromhex(name) not in run.spec.genesis.params:
+            return None
+        return web.Response(body=run.blobs.read(bytes.fromhex(name)) + b"x")
+
+    return change
+
+
 def other_bytes(run: Any) -> Change:
     def change(request: web.Request) -> web.StreamResponse | None:
         name = request.path.rpartition("/")[2]
@@ -218,6 +230,7 @@ def forged_entry(run: Any) -> Change:
     ("lie", "sentence"),
     [
         (cut_blob, "chunks of the model did not come|deltas did not come"),
+        (long_chunks, "chunks of the model did not come .*TOO_BIG"),
         (other_bytes, "did not come .*came damaged"),
         (no_deltas, "deltas did not come .*--version of a snapshot"),
         (answer_at("/v1/log", b"<html>not a log</html>"), "is not a p2pdiloco log"),

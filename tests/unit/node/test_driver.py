@@ -35,6 +35,7 @@ class World:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.sizes_max: list[int] = []
         self.fail: dict[str, Exception] = {}
         self.hold: dict[str, threading.Event] = {}
         self.blobs: set[Digest] = set()
@@ -111,6 +112,7 @@ class World:
     async def fetch(
         self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose = Purpose.DELTA
     ) -> None:
+        self.sizes_max.append(size_max)
         await asyncio.to_thread(self._do, f"fetch {digest[:1].decode()}")
 
     def remember(self, peer: PeerId, sealed: bytes) -> None:
@@ -198,7 +200,8 @@ def make(
 ) -> Driver:
     ports = Ports(
         me=PEER, key=b"k" * 32, journal=world, keeper=world, blobs=world, transport=world, door=world,  # type: ignore[arg-type]
-        shelf=world, watcher=world, desk=Desk(world) if desk else None, keeps_delta=lambda _: keeps,
+        shelf=world, watcher=world, desk=Desk(world) if desk else None, chunk_bytes_max=640,
+        keeps_delta=lambda _: keeps,
     )  # fmt: skip
     return Driver(brain, ports, recorder or FlightRecorder())
 
@@ -254,6 +257,12 @@ async def test_long_work_ends_in_exactly_one_event(action: Action, fails: str | 
     if fails:
         world.fail[fails] = TransportError("gone", 7.0)
     assert await live(world, [action], 1) == [event]
+
+
+async def test_a_chunk_of_a_snapshot_is_no_larger_than_the_model_makes_it() -> None:
+    world = World()
+    await live(world, [do.FetchSnapshot(OFFER, 4, (PEER,))], 1)
+    assert set(world.sizes_max) == {640}
 
 
 async def test_a_prepared_step_reports_its_roots_and_a_failure_says_why() -> None:
