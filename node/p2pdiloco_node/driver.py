@@ -170,6 +170,7 @@ class Driver:
                 await self._step(fact.Started())
                 while not self._left.is_set():
                     await self._step(await self._next())
+                await asyncio.sleep(0)  # everything ordered has begun: of what never does, Python warns
                 for task in self._tasks:
                     task.cancel()  # uploads and fetches resume in the next life
         finally:

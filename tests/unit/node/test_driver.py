@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import warnings
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
@@ -263,6 +265,19 @@ async def test_a_chunk_of_a_snapshot_is_no_larger_than_the_model_makes_it() -> N
     world = World()
     await live(world, [do.FetchSnapshot(OFFER, 4, (PEER,))], 1)
     assert set(world.sizes_max) == {640}
+
+
+async def test_work_that_was_ordered_in_the_last_moment_is_given_up_without_a_warning() -> None:
+    """Python warns of what is never awaited, and people read that where they stopped a tracker."""
+    world = World()
+    world.hold["snapshot 4"] = threading.Event()
+    brain = Script([do.TakeSnapshot(4, 4), do.LeaveDone()], 1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        await asyncio.wait_for(make(world, brain).run(), 5)
+        gc.collect()
+    world.hold["snapshot 4"].set()
+    assert [str(w.message) for w in warned] == []
 
 
 async def test_a_prepared_step_reports_its_roots_and_a_failure_says_why() -> None:
