@@ -6,7 +6,6 @@ import errno
 import gzip
 import json
 import shutil
-import string
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -243,26 +242,6 @@ def test_a_trained_tokenizer_travels_with_the_run(folder: Path, tmp_path: Path) 
         Request([str(folder)], tokenizer=str(_saved(tmp_path, frame, piece))), tmp_path / "2", Quiet()
     )
     assert again == data, "a file makes the same as the training of it"
-
-
-@pytest.mark.parametrize("unknown", ["x", "ernaiutoyg"])
-def test_a_tokenizer_that_loses_letters_is_told_of_and_one_that_loses_many_is_refused(
-    folder: Path, tmp_path: Path, unknown: str
-) -> None:
-    file = tmp_path / "tokenizer.json"
-    letters = sorted(set(string.printable) - set(unknown))
-    vocabulary = {token: number for number, token in enumerate(["<|endoftext|>", *letters])}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    said, out = Said(), tmp_path / "out"
-    request = Request([str(folder)], tokenizer=str(file))
-    if len(unknown) == 1:
-        make_data(request, out, said)
-        assert any(" % of the letters of the text: the model will never see" in line for line in said.said)
-        return
-    with pytest.raises(OperatorError, match=r"knows no tokens for \d\d % of the letters"):
-        make_data(request, out, said)
-    assert not out.exists()
 
 
 def _saved(folder: Path, frame: bytes, piece: BlobRef) -> Path:
