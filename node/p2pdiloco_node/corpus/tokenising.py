@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from p2pdiloco import limits
-from p2pdiloco_node.corpus.documents import RECORD, Index, digests_of
+from p2pdiloco_node.corpus.documents import RECORD, Index
 from p2pdiloco_node.corpus.held_out import Split, divide
 from p2pdiloco_node.corpus.reading import plan_of
 from p2pdiloco_node.corpus.segments import Segment, read_bucket
@@ -61,12 +61,10 @@ def _sample(root: str, size: int) -> Iterator[bytes]:
     held = split_of(root).held
     for bucket in range(plan_of(root).buckets):
         for whole, places in read_bucket(segments_of(root), bucket):
-            index = whole.records[places]
-            ready = index["tokens"].tolist()
-            for digest, text, is_tokens in zip(
-                digests_of(index), whole.documents(places), ready, strict=True
-            ):
-                if digest in held or is_tokens:
+            # Of a document whose end is held out the rest is there: it may be all that there is.
+            sides = divide(whole.records[places], whole.documents(places), held, width=1)
+            for text, ready in sides.training:
+                if ready:
                     continue
                 yield text
                 left -= len(text)

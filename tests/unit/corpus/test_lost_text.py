@@ -51,3 +51,10 @@ def test_a_tokenizer_that_loses_many_letters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=r"knows no tokens for \d\d % of the letters"):
         make_data(request(tmp_path, unknown="aeion"), tmp_path / "out", Quiet())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_is_trained_on_the_one_document_whose_end_is_held_out(tmp_path: Path) -> None:
+    said = Said()
+    text = request(tmp_path, unknown="").data
+    make_data(Request(text, tokenizer="bpe:320"), tmp_path / "out", said)
+    assert "The tokenizer has 320 tokens." in said.lines
