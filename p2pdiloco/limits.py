@@ -19,7 +19,6 @@ nesting_max = 16  # deepest message nesting in use is 5
 # Data plane
 chunk_bytes = 4 * MIB  # snapshots and shards travel in chunks of this size
 chunks_max = 2048  # of one array, whose chunks grow beyond: the digests of two arrays fit in one message
-chunk_bytes_max = 128 * MIB  # of an array of `model_params_max` values
 blob_bytes_max = 4096 * MIB  # largest delta accepted at all; the model decides the real figure
 delta_value_max = 1024.0  # magnitude of one value of a delta; working trainers stay below 1
 zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
@@ -244,9 +243,8 @@ model_experts_max = 1024  # of a layer; the most known are 512
 model_params_max = 2**36  # no machine holds 16 bytes each of more; what a node holds is for its plan to say
 model_buffer_bytes_max = 256 * MIB  # what a model derives and nobody sends: masks, tables of positions
 model_modules_max = 1_000_000  # of layers times experts: building them without memory takes a minute
-trial_tokens_max = (
-    64  # of the sequence with which a model is tried: seconds for a billion parameters, minutes for ten
-)
+param_max = 1e6  # magnitude of a param of version 0; sound models stay below 1e3
+trial_tokens_max = 64  # of the sequence that tries a model: seconds for 1e9 parameters, minutes for 1e10
 checkpoint_json_bytes_max = 16 * MIB  # a local checkpoint's config or index; 70 layers of experts: 4 MiB
 logits_bytes = 256 * MIB  # float32 logits made at a time; training needs about four times as much for them
 handed_over_values = 16 * MIB  # params moved at a time between host and device: 64 MiB
@@ -303,5 +301,8 @@ tokenizer_pattern_chars_max = 2000  # of a regular expression; the longest known
 tokenizer_repeats_max = 1000  # of a part of such an expression; known ones repeat three times
 tokenizer_word_chars_max = 1000  # of a word for a WordPiece model, which tries all its parts; known have 100
 tokenizer_added_bytes_max = MIB  # of all added tokens; the largest known have 100 KiB
+tokenizer_tried_bytes = MIB  # of the corpus that is encoded and decoded again, to see what is lost
+tokenizer_lost_share_max = 0.1  # of the letters in it; a model that never sees more of its text is a mistake
+tokenizer_lost_share_said = 0.001  # from here on it is said; rare signs are unknown to many a tokenizer
 tokenizer_pieces_bytes_max = 8 * MIB  # of all tokens of a Unigram model; the largest known have 3 MiB
 token_text_bytes_max = 2048  # of one token as the file has it; the longest known have 512

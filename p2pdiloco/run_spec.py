@@ -379,8 +379,8 @@ def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None)
     """Open an untrusted signed RunSpec.
 
     Raises:
-        PeerError: MALFORMED (contradictions are that, too), WRONG_RUN if its digest is not `expected`,
-            BAD_SIGNATURE.
+        PeerError: MALFORMED, WRONG_RUN if its digest is not `expected`, BAD_SIGNATURE: it was changed on the
+            way. BAD_RUN_SPEC: what was signed is no run that can be (contradictions are that, too).
         OperatorError: the run needs another version of this program.
     """
     signed = decode(data, SignedRunSpec, bytes_max=limits.run_spec_bytes_max + 1024)
@@ -403,8 +403,8 @@ def open_run_spec(data: bytes, verify: Verify, *, expected: RunId | None = None)
     except PeerError as error:
         if error.reason == "BAD_SIGNATURE":
             raise
-        raise PeerError("MALFORMED", f"RunSpec: {error}") from None
+        raise PeerError("BAD_RUN_SPEC", str(error)) from None
     fault = next(contradictions(spec), None)
     if fault is not None:
-        raise PeerError("MALFORMED", f"RunSpec: {fault}")
+        raise PeerError("BAD_RUN_SPEC", fault)
     return run, spec

@@ -74,7 +74,7 @@ async def fetch_run_spec(
     """The run that `url` serves, and its signed RunSpec as it came.
 
     Raises: TransportError; NotATracker; OperatorError where it serves another run than `expected`, or one
-    that needs another version.
+    that needs another version or cannot be.
     """
     greeting = await greet(session, url)
     if expected is not None and greeting.run != expected:
@@ -83,6 +83,12 @@ async def fetch_run_spec(
     try:
         run, spec = await asyncio.to_thread(open_run_spec, data, verify_ed25519, expected=greeting.run)
     except PeerError as error:
+        if error.reason == "BAD_RUN_SPEC":
+            raise OperatorError(
+                f"{url} serves run {greeting.run.hex()[:16]}, which nobody can take part in ({error}). Its "
+                "owner has to make it anew; its tracker and this machine are as they should be.",
+                RUN,
+            ) from None
         raise NotATracker(f"answered with a RunSpec that is not valid ({error})") from None
     return run, spec, data
 

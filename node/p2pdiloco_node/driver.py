@@ -112,6 +112,7 @@ class Ports(NamedTuple):
     shelf: Shelf
     watcher: Watcher
     desk: Desk | None  # None: a witness
+    chunk_bytes_max: int  # what the run's model makes of its arrays, and not a byte more
     keeps_delta: Callable[[Digest], bool]  # an archive keeps what the rules no longer need
 
 
@@ -169,6 +170,7 @@ class Driver:
                 await self._step(fact.Started())
                 while not self._left.is_set():
                     await self._step(await self._next())
+                await asyncio.sleep(0)  # everything ordered has begun: of what never does, Python warns
                 for task in self._tasks:
                     task.cancel()  # uploads and fetches resume in the next life
         finally:
@@ -390,7 +392,7 @@ class Driver:
 
         async def one(chunk: Digest) -> None:
             async with slots:
-                await fetch(chunk, limits.chunk_bytes_max, action.donors, Purpose.SNAPSHOT)
+                await fetch(chunk, self._ports.chunk_bytes_max, action.donors, Purpose.SNAPSHOT)
 
         wanted = [Digest(c) for c in dict.fromkeys((*offer.params, *offer.momentum))]
         failures = await asyncio.gather(*(one(chunk) for chunk in wanted), return_exceptions=True)

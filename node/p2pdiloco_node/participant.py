@@ -28,7 +28,7 @@ from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.context import Identity, Restored
 from p2pdiloco.protocol.node import Node
-from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.run_spec import RunSpec, chunk_sizes
 from p2pdiloco.status.read_model import to_json
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import Opened
@@ -266,6 +266,7 @@ class Participant:
             shelf=self.held,
             watcher=self.telemetry,
             desk=desk,
+            chunk_bytes_max=max(chunk_sizes(setting.spec.model.params)),
             keeps_delta=keeps,
         )
         self.driver = Driver(self.node, ports, self._recorder)

@@ -25,7 +25,7 @@ from p2pdiloco.diloco.merge import merge
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
-from p2pdiloco.exit_codes import NETWORK
+from p2pdiloco.exit_codes import NETWORK, RUN
 from p2pdiloco.ids import Digest, PeerId, digest_of, short
 from p2pdiloco.rules.state import RulesState, genesis_state
 from p2pdiloco.run_spec import RunSpec, chunk_sizes
@@ -73,7 +73,7 @@ class DiskStateKeeper:
     ) -> None:
         """Loads the newest whole state that is not after `index_max` (the log's last entry).
 
-        Raises: OperatorError if there is none and version 0 is not in the blob store.
+        Raises: OperatorError if there is none and version 0 is not in the blob store, or is no such model's.
         """
         self._spec = spec
         self._params = spec.model.params
@@ -303,7 +303,13 @@ class DiskStateKeeper:
         try:
             params = self._read_array([Digest(c) for c in genesis.params])
             momentum = self._read_array([Digest(c) for c in genesis.momentum])
-        except (TransportError, PeerError) as error:
+        except PeerError as error:  # its digests are those that the owner signed
+            raise OperatorError(
+                f"Version 0 of run {self._spec.name!r} is not one of its model ({error}): the run's owner "
+                "has to make the run anew; nothing can be mended here.",
+                exit_code=RUN,
+            ) from None
+        except TransportError as error:
             raise OperatorError(
                 f"Version 0 of run {self._spec.name!r} is not whole on this machine ({error}): start again "
                 "while the tracker or another node is reachable, and it is fetched.",

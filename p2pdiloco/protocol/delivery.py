@@ -16,6 +16,7 @@ from p2pdiloco.wire.messages import DeltaHeader, DeltaReceipt, Outcome
 _FINAL = frozenset(
     {Outcome.NOT_FINITE, Outcome.BAD_SHAPE, Outcome.BAD_SIGNATURE, Outcome.TOO_BIG, Outcome.NOT_ADMITTED}
 )
+REVOKED = "the run's owner revoked this node: what it trains is not taken any more; it only follows"
 
 
 class _Own:
@@ -38,7 +39,8 @@ class Delivery:
         self._ctx = ctx
         self._own: dict[Digest, _Own] = {Digest(h.delta): _Own(h) for h in in_flight}
         self.last_outcome: Outcome | None = None
-        self.paused = False  # by the owner, in the state that is installed
+        # By the owner, in the state that is installed: the run, and this node.
+        self._paused = self._revoked = False
 
     @property
     def in_flight(self) -> tuple[DeltaHeader, ...]:
@@ -162,10 +164,29 @@ class Delivery:
         """Long absence: everything in flight is discarded with the reset that follows."""
         self._own.clear()
 
+    def obey(self, rules: RulesState) -> bool:
+        """Heed the owner's words in the state that stands now. Returns: whether they are others than before.
+
+        A revoked node goes on following: it may have a seat that nobody else can take yet.
+        """
+        paused, revoked = rules.paused, self._ctx.me in rules.revoked
+        if (paused, revoked) == (self._paused, self._revoked):
+            return False
+        if revoked and not self._revoked:
+            self._ctx.say("revoked", REVOKED)
+        self._paused, self._revoked = paused, revoked
+        if revoked:
+            for delta in list(self._own):
+                self._settle(delta, Settled.REFUSED)
+        return True
+
     def allow(self) -> None:
         """Tell the trainer how many more deltas it may finish."""
+        if self._revoked:
+            self._ctx.emit(AllowPasses(0, REVOKED, prolong=False))
+            return
         allowed = max(0, limits.in_flight_max - len(self._own))
-        if self.paused:
+        if self._paused:
             # A delta that is ready waits with the voters: its node may be gone when the run goes on.
             self._ctx.emit(AllowPasses(allowed, "the owner paused the run", prolong=False))
             return

@@ -462,8 +462,9 @@ class Node:
                 self._ctx.send(member, msg.Have((event.delta,)))
 
     def _on_pass_finished(self, event: ev.PassFinished) -> None:
-        if event.header.base_version > self._applied.rules.version:
-            # The pass was under way when the owner's recovery dropped the state that it stands on.
+        rules = self._applied.rules
+        if event.header.base_version > rules.version or self._ctx.me in rules.revoked:
+            # Meanwhile the owner revoked this node, or dropped what the pass stands on by a recovery.
             self._ctx.emit(SettleDelta(Digest(event.header.delta), Settled.REFUSED))
             return
         self._pool.note_own(event.header, self._ctx.identity.signer.public_key)

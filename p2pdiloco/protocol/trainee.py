@@ -44,7 +44,7 @@ class Trainee:
 
     def started(self) -> None:
         if self._trains:
-            self._delivery.paused = self._applied.rules.paused
+            self._delivery.obey(self._applied.rules)
             self._delivery.allow()
 
     def met(self, peer: PeerId) -> None:
@@ -81,7 +81,7 @@ class Trainee:
                 "absence", f"away since version {self._stands_on}: starting afresh from {rules.version}"
             )
         self._lost = False
-        self._delivery.paused = rules.paused
+        self._delivery.obey(rules)
         self._adopted = self._stands_on = rules.version
         known = last_sequence(rules, self._ctx.me)
         self._ctx.emit(AdoptState(rules.version, rules.clock, rules.target_tokens, known, reset))
@@ -96,8 +96,7 @@ class Trainee:
         if not self._trains:
             return
         rules = self._applied.rules
-        if isinstance(content, OwnerEntry) and rules.paused != self._delivery.paused:
-            self._delivery.paused = rules.paused
+        if isinstance(content, OwnerEntry) and self._delivery.obey(rules):
             self._delivery.allow()
         if not self._applied.current:
             return

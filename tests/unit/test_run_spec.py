@@ -97,10 +97,10 @@ def test_a_format_to_come_is_told_from_a_damaged_file() -> None:
 
 
 def test_a_field_out_of_range_is_malformed() -> None:
-    refused(signed(changed(eval_every=0)), "MALFORMED")
-    refused(signed(changed(admission="everybody")), "MALFORMED")
-    refused(signed(changed(name="")), "MALFORMED")
-    refused(by(encode([*msgspec.to_builtins(TINY.spec, builtin_types=(bytes,)), 1])), "MALFORMED")
+    refused(signed(changed(eval_every=0)), "BAD_RUN_SPEC")
+    refused(signed(changed(admission="everybody")), "BAD_RUN_SPEC")
+    refused(signed(changed(name="")), "BAD_RUN_SPEC")
+    refused(by(encode([*msgspec.to_builtins(TINY.spec, builtin_types=(bytes,)), 1])), "BAD_RUN_SPEC")
 
 
 def with_part(part: str, **fields: Any) -> RunSpec:
@@ -140,7 +140,7 @@ def with_shard(**fields: Any) -> RunSpec:
 )
 def test_every_figure_has_a_bound(spec: RunSpec) -> None:
     """A stranger's RunSpec is opened before anything is known of it: no figure may cost its reader memory."""
-    refused(signed(spec), "MALFORMED")
+    refused(signed(spec), "BAD_RUN_SPEC")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_every_figure_has_a_bound(spec: RunSpec) -> None:
 )
 def test_figures_that_are_too_much_together_are_refused(spec: RunSpec, sentence: str) -> None:
     assert sentence in next(contradictions(spec))
-    refused(signed(spec), "MALFORMED")
+    refused(signed(spec), "BAD_RUN_SPEC")
 
 
 def test_the_most_that_is_allowed_is_allowed() -> None:
@@ -205,7 +205,7 @@ def test_the_most_that_is_allowed_is_allowed() -> None:
 
 @pytest.mark.parametrize("codec", ["topk16", "topk", "topk640", "int8", "INT4", ""])
 def test_a_codec_that_nobody_has_is_malformed(codec: str) -> None:
-    refused(signed(changed(outer=OuterSpec(codec=codec))), "MALFORMED")
+    refused(signed(changed(outer=OuterSpec(codec=codec))), "BAD_RUN_SPEC")
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -248,7 +248,8 @@ class _Making:
 
     def _tokenise(self, split: Split) -> Tokenised:
         work, command = self._work, self._plan.command
-        if command.tokenizer.startswith(BPE + ":") and not work.tokenizer.exists():
+        is_trained_here = command.tokenizer.startswith(BPE + ":")
+        if is_trained_here and not work.tokenizer.exists():
             sample = min(split.size, limits.tokenizer_sample_bytes_max)
             self._told.progress(f"Training the tokenizer on {amount(sample)} of text", 0.0)
             size = int(command.tokenizer.partition(":")[2])
@@ -257,6 +258,9 @@ class _Making:
         tokenizer = self._tokenizer()
         if command.tokenizer != BYTES:
             self._told.say(f"The tokenizer has {tokenizer.vocabulary.size:,} tokens.")
+        if command.tokenizer != BYTES and not is_trained_here:
+            for share in self._processes.each(tokenising.lost_share, [(self._root,)]):
+                self._check_lost(share)
         counts = [0] * self._plan.buckets
         done, total = 0, sum(split.buckets)
         todo = []
@@ -283,6 +287,17 @@ class _Making:
         tokenised = Tokenised(tokenizer.vocabulary, tuple(counts))
         work.keep(tokenised)
         return tokenised
+
+    def _check_lost(self, share: float) -> None:
+        """Raises: OperatorError: the tokenizer drops too much of the text."""
+        lost = f"{100 * share:.2g} % of the letters of the text"
+        if share > limits.tokenizer_lost_share_max:
+            raise OperatorError(
+                f"the tokenizer knows no tokens for {lost}, which no model would ever see: use one that was "
+                "made for such text, or has tokens for all bytes, with --tokenizer."
+            )
+        if share > limits.tokenizer_lost_share_said:
+            self._told.say(f"The tokenizer knows no tokens for {lost}: the model will never see them.")
 
     def _pack(self, split: Split, tokenised: Tokenised) -> DataSpec:
         work, blobs = self._work, self._blobs

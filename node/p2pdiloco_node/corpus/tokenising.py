@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from p2pdiloco import limits
-from p2pdiloco_node.corpus.documents import RECORD, Index, digests_of
+from p2pdiloco_node.corpus.documents import RECORD, Index
 from p2pdiloco_node.corpus.held_out import Split, divide
 from p2pdiloco_node.corpus.reading import plan_of
 from p2pdiloco_node.corpus.segments import Segment, read_bucket
@@ -39,22 +39,34 @@ def train(root: str, vocab_size: int) -> None:
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     try:
-        data = train_bpe(_sample(root), vocab_size)
+        data = train_bpe((t.decode() for t in _sample(root, limits.tokenizer_sample_bytes_max)), vocab_size)
     finally:
         os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     work.write(work.tokenizer, [data])
 
 
-def _sample(root: str) -> Iterator[str]:
-    left = limits.tokenizer_sample_bytes_max
+def lost_share(root: str) -> float:
+    """Of the letters of the first documents, those that are lost in tokens. Raises: OperatorError."""
+    tokenizer = tokenizer_of(root)
+    assert isinstance(tokenizer, JsonTokens)
+    most = limits.tokenizer_tried_bytes
+    return tokenizer.lost_share(
+        [text[:most].decode(errors="ignore").encode() for text in _sample(root, most)]
+    )
+
+
+def _sample(root: str, size: int) -> Iterator[bytes]:
+    """Texts of the first documents of the shuffled corpus, `size` bytes or a little more."""
+    left = size
     held = split_of(root).held
     for bucket in range(plan_of(root).buckets):
         for whole, places in read_bucket(segments_of(root), bucket):
-            index = whole.records[places]
-            for digest, text in zip(digests_of(index), whole.documents(places), strict=True):
-                if digest in held:
+            # Of a document whose end is held out the rest is there: it may be all that there is.
+            sides = divide(whole.records[places], whole.documents(places), held, width=1)
+            for text, ready in sides.training:
+                if ready:
                     continue
-                yield text.decode()
+                yield text
                 left -= len(text)
                 if left <= 0:
                     return

@@ -6,11 +6,11 @@ Everything happens in a temporary folder beside OUT, which takes OUT's name when
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -174,13 +174,45 @@ def _check_out(out: Path) -> None:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A folder on the same disk as `out`; gone at the end, however that comes."""
-    parent = out.absolute().parent
-    work = Path(guarded(lambda: tempfile.mkdtemp(prefix=f".{out.name}.", dir=parent), parent))
+    """An empty folder on the same disk as `out`, of this call alone; gone at the end, however that comes.
+
+    Its name is always the same, so that what a killed call left there goes with the next one.
+
+    Raises: OperatorError: another call makes `out` just now.
+    """
+    work = out.absolute().parent / f".{out.name}.export"
+    fd = guarded(lambda: _taken(work), work)
+    if fd is None:
+        raise OperatorError(f"Another p2pdiloco export makes {out}: wait for it, or name another folder.")
+    parts = (work / FETCHED, work / MADE)
     try:
+        for left in parts:
+            shutil.rmtree(left, ignore_errors=True)
         yield work
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
+        with suppress(OSError):
+            work.rmdir()
+        os.close(fd)
+
+
+def _taken(folder: Path) -> int | None:
+    """`folder`, made if it is not there, locked and open; None: it is another's. Raises: OSError."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # whoever had it was just done with it
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists() and os.path.samestat(os.fstat(fd), folder.stat()):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        os.close(fd)
 
 
 def _publish(made: Path, out: Path) -> None:

@@ -152,8 +152,8 @@ def _listen(request: Request, shown: TextIO | None) -> tuple[str, Done]:
                             _show(piece, shown)
                     case Noticed(notice):
                         print(f"({notice})", file=sys.stderr, flush=True)
-                    case Failed(why):
-                        raise OperatorError(why, RESOURCES)
+                    case Failed(why, exit_code):
+                        raise OperatorError(why, exit_code)
                     case Done():
                         return "".join(text), line
             words.seek(0)

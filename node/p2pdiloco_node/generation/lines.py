@@ -40,6 +40,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The person can mend it."""
 
     why: str
+    exit_code: int
 
 
 Line = Said | Noticed | Done | Failed

@@ -23,34 +23,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import FILES
+from p2pdiloco.exit_codes import FILES, RESOURCES
 from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
-from p2pdiloco_node.tokenizer_json import TokenizerRefused, check_tokenizer
+from p2pdiloco_node.tokenizer_json import TokenizerRefused, check_tokenizer, library_asked
 from p2pdiloco_node.training.checkpoint_reader import difference
 from p2pdiloco_node.training.model_choice import TOKENIZER, check_parts
 
 FACTS = "p2pdiloco.json"
 
 
-class CannotTalk(Exception):
-    """With what to do about it."""
-
-
 class Talk:
     """One model, ready to go on with any text."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        """Raises: CannotTalk: the folder or the device cannot be used."""
+        """Raises: OperatorError: the folder or the device cannot be used."""
         self.device = _device(device)
         try:
             _check_tokenizer(folder)
-            self._text = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )  # fmt: skip
+            with library_asked():
+                self._text = AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
             self._model = _model(folder)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, OperatorError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0][:300]
-            raise CannotTalk(f"{folder} does not load ({said}): export it again.") from None
+            raise OperatorError(f"{folder} does not load ({said}): export it again.", FILES) from None
         self._model.to(self.device).eval()
         self._end = _end_token(self._model)
         self.window = _window(folder, self._model)
@@ -67,10 +64,13 @@ class Talk:
     ) -> tuple[int, str]:
         """Say what follows `prompt`; how many tokens it took and why it ended ("end" or "tokens").
 
+        Raises: OperatorError: the tokenizer cannot be used.
+
         Behind `window` tokens the older half is forgotten: the model has never seen longer sequences.
         """
         torch.manual_seed(seed)
-        context: list[int] = self._text(prompt, add_special_tokens=False)["input_ids"]
+        with library_asked():
+            context: list[int] = self._text(prompt, add_special_tokens=False)["input_ids"]
         if not context:  # as behind the end of another document
             context = [self._end[0] if self._end else 0]
         if len(context) >= self.window:
@@ -118,7 +118,8 @@ class _Speaker:
             return
         for token in value.reshape(-1).tolist():
             self._ids.append(token)
-            piece = self._stream.step(self._text.backend_tokenizer, token)
+            with library_asked():
+                piece = self._stream.step(self._text.backend_tokenizer, token)
             if piece:
                 self._said += piece
                 self._say(Said(piece))
@@ -128,7 +129,8 @@ class _Speaker:
 
     def finish(self) -> None:
         """The rest: characters that the last tokens began and nothing ended."""
-        whole = self._text.decode(self._ids, skip_special_tokens=True)
+        with library_asked():
+            whole = self._text.decode(self._ids, skip_special_tokens=True)
         if whole.startswith(self._said) and len(whole) > len(self._said):
             self._say(Said(whole[len(self._said) :]))
 
@@ -181,8 +183,8 @@ def _device(name: str) -> str:
     if name != "cpu":
         number = int(name.partition(":")[2] or 0)
         if not torch.cuda.is_available() or number >= torch.cuda.device_count():
-            raise CannotTalk(
-                f"--device {name}: torch sees no such GPU here; leave the flag out, or give cpu."
+            raise OperatorError(
+                f"--device {name}: torch sees no such GPU here; leave the flag out, or give cpu.", RESOURCES
             )
     return name
 
@@ -223,10 +225,10 @@ def main() -> None:
             say=say,
         )
         say(Done(made, time.monotonic() - began, why, talk.device))
-    except CannotTalk as error:
-        say(Failed(str(error)))
+    except OperatorError as error:
+        say(Failed(str(error), error.exit_code))
     except torch.OutOfMemoryError:
-        say(Failed("the model does not fit into this GPU's memory: give --device cpu."))
+        say(Failed("the model does not fit into this GPU's memory: give --device cpu.", RESOURCES))
     except BrokenPipeError:
         os._exit(0)  # nobody listens any more
 

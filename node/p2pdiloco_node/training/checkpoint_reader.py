@@ -7,10 +7,13 @@ without running anything, keeps the params in the files' own precision, and tell
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from p2pdiloco.errors import OperatorError
@@ -20,17 +23,18 @@ from p2pdiloco_node.training.model_choice import check_parts
 from p2pdiloco_node.training.models import derive_buffers, outline
 
 SHOWN = 3  # names in a message
+FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 
 
 def read_checkpoint(family: str, config: Any, folder: Path) -> Any:
     """The family's model with the params in `folder`, on the CPU in the precision of its files.
 
-    Raises: OperatorError: a file is missing or damaged, a tensor is missing, left over or of another shape,
-    or a table that is not trained by gradients differs from what the config derives.
+    Raises: OperatorError: a file is missing or damaged, a tensor is no floats, is missing, left over or of
+    another shape, or a table that is not trained by gradients differs from what the config derives.
     """
     if (folder / "adapter_config.json").exists():
         raise OperatorError(f"{folder} holds an adapter: merge it into its model and save that first.", FILES)
-    check_parts(folder)
+    files = check_parts(folder)
     derived = outline(family, config)
     try:
         model, info = _class_of(config).from_pretrained(
@@ -52,6 +56,10 @@ def read_checkpoint(family: str, config: Any, folder: Path) -> Any:
     found = difference(info)
     if found:
         raise OperatorError(f"the checkpoint in {folder} {found}: it is another model.", FILES)
+    # Old files hold masks as well, which transformers passes over.
+    passed_over = model._keys_to_ignore_on_load_unexpected or ()
+    for file in files:
+        _check_types(file, passed_over)
     _check_buffers(model, derived, folder)
     return model
 
@@ -67,6 +75,19 @@ def difference(info: Any) -> str:
         if names:
             return f"{what} {', '.join(sorted(names)[:SHOWN])}" + (" and more" if len(names) > SHOWN else "")
     return ""
+
+
+def _check_types(file: Path, passed_over: Iterable[str]) -> None:
+    """The head of the file alone is read. Raises: OperatorError: a tensor of it is no floats."""
+    with safe_open(file, "pt") as opened:
+        types = {name: opened.get_slice(name).get_dtype() for name in sorted(opened.keys())}
+    for name, kind in types.items():
+        if kind not in FLOATS and not any(re.search(pattern, name) for pattern in passed_over):
+            raise OperatorError(
+                f"{file} holds {name} as {kind}: a run starts from floats of 16, 32 or 64 bits. Save the "
+                "checkpoint as such first.",
+                FILES,
+            )
 
 
 def _class_of(config: Any) -> Any:

@@ -8,6 +8,7 @@ travels as a snapshot, never as a seed: the same seed gives other numbers on ano
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -72,11 +73,11 @@ def make(order: GenesisOrder) -> GenesisMade:
         torch.manual_seed(order.seed)
         model = initialised(order.family, config)
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        largest = float(parameter.detach().float().abs().max())  # nan, if one is
+        if not largest <= limits.param_max:
             start = "checkpoint" if order.checkpoint else "initialised model"
-            raise OperatorError(
-                f"the {start} holds values that are not finite ({name}): it is no sound start."
-            )
+            what = f"a value of {largest:.1g}" if math.isfinite(largest) else "values that are not finite"
+            raise OperatorError(f"the {start} holds {what} ({name}): it is no sound start.")
     notes += try_model(model, spec, ram().free)
     if order.params:
         with Path(order.params).open("wb") as file:

@@ -65,6 +65,10 @@ def try_model(model: Any, spec: ModelSpec, free: int) -> list[str]:
         model.zero_grad(set_to_none=True)
     if not math.isfinite(loss):
         raise OperatorError(f"the model's first loss is {loss}, which is no number to lower. {MEND}.")
+    if loss > limits.loss_shown_max:
+        raise OperatorError(
+            f"the model's first loss is {loss:.0f}: a guess among all tokens costs 12. {MEND}."
+        )
     if not math.isfinite(norm):
         raise OperatorError(f"the gradient of the model's first loss is not finite. {MEND}.")
     if norm == 0:

@@ -110,6 +110,26 @@ def test_a_file_s_own_truncation_and_padding_do_not_hold_here(trained: bytes) ->
     assert len(tokens.encode([b"abcdefgh", b"a"])[0]) > 3
 
 
+def words_only(*words: str, **parts: object) -> bytes:
+    """A tokenizer.json that knows these words, and neither bytes nor an unknown token."""
+    vocabulary = {END_OF_TEXT: 0, **{word: n for n, word in enumerate(words, 1)}}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": None, "byte_fallback": False}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts}).encode()
+
+
+def test_letters_that_have_no_tokens_are_counted_as_lost(trained: bytes) -> None:
+    assert JsonTokens(words_only("a", "b", " ")).lost_share([b"ab ba", b"axbx"]) == pytest.approx(2 / 8)
+    assert JsonTokens(words_only("x")).lost_share([b"ab"]) == 1.0
+    assert JsonTokens(trained).lost_share([text.encode() for text in TEXTS]) == 0.0
+    assert JsonTokens(trained).lost_share([]) == 0.0
+
+
+def test_blanks_capitals_and_accents_are_no_loss() -> None:
+    known = words_only(*"abe", normalizer={"type": "BertNormalizer", "clean_text": True,
+        "handle_chinese_chars": False, "strip_accents": True, "lowercase": True})  # fmt: skip
+    assert JsonTokens(known).lost_share(["A b\n\u00e9 B".encode()]) == 0.0
+
+
 def test_what_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OperatorError, match=r"tokenizer\.json cannot be used"):
         JsonTokens(b"{}")

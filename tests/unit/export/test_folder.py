@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +222,39 @@ def test_an_empty_folder_is_filled_and_a_full_one_is_refused(kept_run: Make, tmp
     (tmp_path / "file").write_bytes(b"mine")
     with pytest.raises(OperatorError, match="not a folder"):
         exported(run, tmp_path / "file")
+    assert left_behind(tmp_path) == []
+
+
+def test_what_a_killed_call_left_goes_with_the_next_one(kept_run: Make, tmp_path: Path) -> None:
+    run = kept_run()
+    script = f"""
+import os, signal
+from pathlib import Path
+from p2pdiloco_node.export import command
+command._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+command.full_config = lambda *_: None
+options = command.Options(Path({str(tmp_path / "out")!r}), run=Path({str(run.folder)!r}))
+command.export(options, lambda *_: None)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(left_behind(tmp_path)) == 1
+    exported(run, tmp_path / "out")
+    assert left_behind(tmp_path) == []
+
+
+def test_of_two_calls_at_once_the_second_is_told(kept_run: Make, tmp_path: Path) -> None:
+    run, out = kept_run(), tmp_path / "out"
+    said: list[str] = []
+
+    def second(*_: object) -> None:
+        with pytest.raises(OperatorError, match="Another p2pdiloco export makes") as caught:
+            exported(run, out)
+        said.append(str(caught.value))
+
+    export(Options(out, run=run.folder), second)
+    assert said
+    assert load_file(out / "model.safetensors")
     assert left_behind(tmp_path) == []
 
 

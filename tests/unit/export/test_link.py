@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.run_spec import TokenizerSpec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco_node.export import command, fetched
@@ -185,6 +186,18 @@ def cut_blob(run: Any) -> Change:
     return change
 
 
+def long_chunks(run: Any) -> Change:
+    """A byte more than the model makes of them."""
+
+    def change(request: web.Request) -> web.StreamResponse | None:
+        name = request.path.rpartition("/")[2]
+        if not request.path.startswith("/v1/blobs/") or bytes.fromhex(name) not in run.spec.genesis.params:
+            return None
+        return web.Response(body=run.blobs.read(bytes.fromhex(name)) + b"x")
+
+    return change
+
+
 def other_bytes(run: Any) -> Change:
     def change(request: web.Request) -> web.StreamResponse | None:
         name = request.path.rpartition("/")[2]
@@ -218,6 +231,7 @@ def forged_entry(run: Any) -> Change:
     ("lie", "sentence"),
     [
         (cut_blob, "chunks of the model did not come|deltas did not come"),
+        (long_chunks, "chunks of the model did not come .*TOO_BIG"),
         (other_bytes, "did not come .*came damaged"),
         (no_deltas, "deltas did not come .*--version of a snapshot"),
         (answer_at("/v1/log", b"<html>not a log</html>"), "is not a p2pdiloco log"),
@@ -231,6 +245,48 @@ async def test_a_lying_host_gets_one_sentence_and_nothing_is_written(
     url = await serve(run, lie(run))
     with pytest.raises(OperatorError, match=sentence):
         await exported(url, tmp_path / "out")
+    nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "held-out text"])
+@pytest.mark.parametrize(
+    ("lie", "sentence"),
+    [
+        ("no end", "NO_LENGTH"),
+        ("too long", "TOO_BIG"),
+        ("other bytes", "came damaged"),
+        ("elsewhere", "answered 302"),
+    ],
+)
+async def test_texts_that_have_no_end_or_are_others_are_not_waited_for(
+    serve: Serve, kept_run: Make, tmp_path: Path, what: str, lie: str, sentence: str
+) -> None:
+    run = kept_run(tokenizer_json=b"{}", tokenizer=TokenizerSpec("json", 256, 0))
+    data = run.spec.data
+    digest = data.tokenizer.pieces[0].digest if what == "tokenizer" else data.evaluation.digest
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1 << 16)
+
+    def change(request: web.Request) -> web.StreamResponse | None:
+        if request.path != f"/v1/blobs/{digest.hex()}":
+            return None
+        match lie:
+            case "no end":
+                return web.Response(body=endless())
+            case "too long":
+                return web.Response(body=endless(), headers={"Content-Length": str(10**12)})
+            case "other bytes":
+                return web.Response(body=b"x" * len(run.blobs.read(digest)))
+            case _:
+                return web.Response(status=302, headers={"Location": "http://169.254.169.254/"})
+
+    url = await serve(run, change)
+    async with asyncio.timeout(20):
+        with pytest.raises(OperatorError, match=sentence) as caught:
+            await exported(url, tmp_path / "out", held_out=True)
+    assert caught.value.exit_code == 4
     nothing_written(tmp_path)
 
 

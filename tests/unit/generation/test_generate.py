@@ -24,7 +24,7 @@ from p2pdiloco_node.export.tokenizer_files import tokenizer_files
 from p2pdiloco_node.generation import command
 from p2pdiloco_node.generation.command import Options, print_generated
 from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
-from p2pdiloco_node.generation.worker import CannotTalk, Talk
+from p2pdiloco_node.generation.worker import Talk
 
 WINDOW = 24
 
@@ -103,7 +103,7 @@ def test_an_empty_prompt_begins_a_document(talk: Talk) -> None:
 
 def test_a_folder_that_is_no_model_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CannotTalk, match="does not load"):
+    with pytest.raises(OperatorError, match="does not load"):
         Talk(tmp_path, "cpu")
 
 
@@ -121,7 +121,7 @@ def test_params_that_are_not_in_the_files_are_not_made_up(folder: Path, tmp_path
         (tensors | {"elsewhere": torch.zeros(3)}, "has, unknown to its config, elsewhere"),
     ):
         save_file(kept, made / "model.safetensors", {"format": "pt"})
-        with pytest.raises(CannotTalk, match=why):
+        with pytest.raises(OperatorError, match=why):
             Talk(made, "cpu")
 
 
@@ -131,7 +131,7 @@ def test_a_config_that_asks_for_all_memory_is_refused_before_it_gets_any(
     made = copied(folder, tmp_path)
     config = json.loads((made / "config.json").read_text()) | {"intermediate_size": 2**34}
     (made / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CannotTalk, match="its config makes 1,"):
+    with pytest.raises(OperatorError, match="its config makes 1,"):
         Talk(made, "cpu")
 
 
@@ -141,14 +141,24 @@ def test_a_tokenizer_that_could_eat_memory_is_not_opened(folder: Path, tmp_path:
     ten = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
     opened["normalizer"] = {"type": "Sequence", "normalizers": [ten] * 6}
     (made / "tokenizer.json").write_text(json.dumps(opened))
-    with pytest.raises(CannotTalk, match="may make text 2,000,000 times as long"):
+    with pytest.raises(OperatorError, match="may make text 2,000,000 times as long"):
         Talk(made, "cpu")
+
+
+def test_a_tokenizer_whose_library_panics_is_the_files_fault(folder: Path, tmp_path: Path) -> None:
+    made = copied(folder, tmp_path)
+    opened = json.loads((made / "tokenizer.json").read_text())
+    opened["normalizer"] = {"type": "Prepend", "prepend": ""}
+    (made / "tokenizer.json").write_text(json.dumps(opened))
+    with pytest.raises(OperatorError, match=r"the tokenizer\.json cannot be used") as caught:
+        go_on(Talk(made, "cpu"), "ab", 3)
+    assert caught.value.exit_code == 3
 
 
 def test_a_gpu_that_is_not_there_is_said(folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(CannotTalk, match="no such GPU"):
+    with pytest.raises(OperatorError, match="no such GPU"):
         Talk(folder, "cuda:3")
 
 
@@ -183,18 +193,19 @@ def test_json_is_one_object_with_what_was_said(
 
 
 @pytest.mark.parametrize(
-    ("lines", "sentence"),
+    ("lines", "sentence", "code"),
     [
-        ((f"print({msgspec.json.encode(Failed('export it again')).decode()!r})",), "export it again"),
-        (("sys.exit('killed by the cold')",), "ended without a result .*killed by the cold"),
+        ((f"print({msgspec.json.encode(Failed('export it again', 3)).decode()!r})",), "export it again", 3),
+        (("sys.exit('killed by the cold')",), "ended without a result .*killed by the cold", 6),
     ],
 )
 def test_what_the_process_says_last_reaches_the_person(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, lines: tuple[str, ...], sentence: str
+    monkeypatch: pytest.MonkeyPatch, folder: Path, lines: tuple[str, ...], sentence: str, code: int
 ) -> None:
     monkeypatch.setattr(command, "WORKER", process_saying(*lines))
-    with pytest.raises(OperatorError, match=sentence):
+    with pytest.raises(OperatorError, match=sentence) as caught:
         print_generated(Options(str(folder), "x"))
+    assert caught.value.exit_code == code
 
 
 def test_a_terminal_is_not_obeyed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

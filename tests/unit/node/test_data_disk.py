@@ -11,13 +11,14 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.ids import PeerId, tagged_digest
+from p2pdiloco.ids import Digest, PeerId, RunId, tagged_digest
 from p2pdiloco.run_spec import BlobRef
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.config import NodeConfig, load, parse_size
 from p2pdiloco_node.data_room import DataRoom
 from p2pdiloco_node.run_blobs import DONORS_TRIED_MAX, RunBlobs
+from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.memory_plan import DATA_ROW, MemoryPlan, Wishes, plan_memory
 from p2pdiloco_node.training.shard_plan import costs_of, least_bytes
@@ -94,9 +95,14 @@ class Fetches:
 
     def __init__(self) -> None:
         self.asked: list[list[PeerId]] = []
+        self.here: dict[Digest, int] = {}  # size asked for
 
-    async def fetch(self, _digest: Any, _size: int, donors: list[PeerId], _purpose: Any) -> None:
+    async def fetch(self, digest: Digest, size_max: int, donors: list[PeerId], _purpose: Any) -> None:
         self.asked.append(donors)
+        self.here[digest] = size_max
+
+    def has(self, digest: Digest) -> bool:
+        return digest in self.here
 
     def size(self, _digest: Any) -> int:
         return 7
@@ -123,6 +129,16 @@ async def test_every_line_carries_its_share_of_the_data() -> None:
     alone = RunBlobs(spec, client, client, telemetry, list, Random(1))
     await alone.fetch_shard(ref)
     assert client.asked[-1] == [witness]
+
+
+async def test_a_piece_of_version_0_is_no_larger_than_the_model_makes_it() -> None:
+    owner = FastSigner("owner")
+    spec = tiny_run(owner, owner.peer_id).spec
+    client: Any = Fetches()
+    telemetry: Any = Telemetry("n", owner.peer_id, RunId(bytes(32)), "run", role="node", pid=1, inner_steps=1)
+    await RunBlobs(spec, client, client, telemetry, list, Random(1)).fetch_genesis()
+    wanted = {*spec.genesis.params, *spec.genesis.momentum}
+    assert client.here == dict.fromkeys(map(Digest, wanted), 4 * spec.model.params)
 
 
 def test_a_node_keeps_its_name_over_restarts(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import warnings
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
@@ -35,6 +37,7 @@ class World:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.sizes_max: list[int] = []
         self.fail: dict[str, Exception] = {}
         self.hold: dict[str, threading.Event] = {}
         self.blobs: set[Digest] = set()
@@ -111,6 +114,7 @@ class World:
     async def fetch(
         self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose = Purpose.DELTA
     ) -> None:
+        self.sizes_max.append(size_max)
         await asyncio.to_thread(self._do, f"fetch {digest[:1].decode()}")
 
     def remember(self, peer: PeerId, sealed: bytes) -> None:
@@ -198,7 +202,8 @@ def make(
 ) -> Driver:
     ports = Ports(
         me=PEER, key=b"k" * 32, journal=world, keeper=world, blobs=world, transport=world, door=world,  # type: ignore[arg-type]
-        shelf=world, watcher=world, desk=Desk(world) if desk else None, keeps_delta=lambda _: keeps,
+        shelf=world, watcher=world, desk=Desk(world) if desk else None, chunk_bytes_max=640,
+        keeps_delta=lambda _: keeps,
     )  # fmt: skip
     return Driver(brain, ports, recorder or FlightRecorder())
 
@@ -254,6 +259,25 @@ async def test_long_work_ends_in_exactly_one_event(action: Action, fails: str | 
     if fails:
         world.fail[fails] = TransportError("gone", 7.0)
     assert await live(world, [action], 1) == [event]
+
+
+async def test_a_chunk_of_a_snapshot_is_no_larger_than_the_model_makes_it() -> None:
+    world = World()
+    await live(world, [do.FetchSnapshot(OFFER, 4, (PEER,))], 1)
+    assert set(world.sizes_max) == {640}
+
+
+async def test_work_that_was_ordered_in_the_last_moment_is_given_up_without_a_warning() -> None:
+    """Python warns of what is never awaited, and people read that where they stopped a tracker."""
+    world = World()
+    world.hold["snapshot 4"] = threading.Event()
+    brain = Script([do.TakeSnapshot(4, 4), do.LeaveDone()], 1)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        await asyncio.wait_for(make(world, brain).run(), 5)
+        gc.collect()
+    world.hold["snapshot 4"].set()
+    assert [str(w.message) for w in warned] == []
 
 
 async def test_a_prepared_step_reports_its_roots_and_a_failure_says_why() -> None:

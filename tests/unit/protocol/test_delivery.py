@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from p2pdiloco import limits
 from p2pdiloco.ids import Digest
@@ -23,7 +24,7 @@ from p2pdiloco.rules.state import genesis_state
 from p2pdiloco.wire.log import Committee, Refused
 from p2pdiloco.wire.messages import DeltaHeader, DeltaReceipt, Outcome
 
-from .builders import NODES, WITNESS, Parts, header, held, make_run, plan, sent, take
+from .builders import NODES, WITNESS, Parts, header, held, make_run, plan, said, sent, take
 
 A, B, C = NODES[:3]
 RUN = make_run(A, B)
@@ -157,11 +158,33 @@ def test_at_most_two_in_flight() -> None:
 
 def test_an_owners_pause_holds_whatever_else_happens() -> None:
     p = trainer(ONE, TWO)
-    p.delivery.paused = True
+    assert p.delivery.obey(replace(genesis_state(RUN.spec), paused=True))
     p.delivery.allow()
     p.delivery.settle_by(plan(RUN, genesis_state(RUN.spec), [held(ONE, C)]))
     allowed = [(a.allowed, a.prolong) for a in take(p.drain(), AllowPasses)]
     assert allowed == [(0, False), (1, False)]  # the pass under way may be sent, as far as there is room
+
+
+def test_whom_the_owner_revoked_gives_up_its_work_says_so_once_and_makes_no_more() -> None:
+    p = trainer(ONE, TWO)
+    revoked = replace(genesis_state(RUN.spec), revoked=(C.peer_id,))
+    assert p.delivery.obey(revoked)
+    p.delivery.allow()
+    actions = p.drain()
+    assert settled(actions) == [(ONE.delta, Settled.REFUSED), (TWO.delta, Settled.REFUSED)]
+    assert said(actions) == ["revoked"]
+    last = take(actions, AllowPasses)[-1]
+    assert (last.allowed, last.prolong) == (0, False)
+    assert "owner revoked this node" in last.why
+    assert not p.delivery.obey(revoked)
+    assert said(p.drain()) == []
+
+
+def test_another_nodes_revocation_changes_nothing_here() -> None:
+    p = trainer(ONE)
+    assert not p.delivery.obey(replace(genesis_state(RUN.spec), revoked=(A.peer_id,)))
+    p.delivery.allow()
+    assert take(p.drain(), AllowPasses) == [AllowPasses(1, "")]
 
 
 # What settles (the table)

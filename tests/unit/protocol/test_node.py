@@ -242,6 +242,17 @@ def test_a_training_voters_judgement_of_its_own_delta_is_one_of_the_majority() -
     assert node.node.in_flight == ()
 
 
+def test_a_pass_under_way_when_the_owner_revoked_this_node_goes_to_nobody() -> None:
+    chain = Chain(RUN)
+    chain.step(held(X.header, C))
+    revoked = msgspec.structs.replace(chain.state, revoked=(C.peer_id,))
+    node = Driven(RUN, C, msgspec.structs.replace(restored_at(chain), rules=encode(revoked)))
+    own = header(RUN, C, 9, base=1)
+    actions = node.do(ev.PassFinished(own))
+    assert settled(actions) == [(own.delta, Settled.REFUSED)]
+    assert sent(actions, msg.DeltaHeader) == []
+
+
 def test_what_the_log_settled_before_a_crash_is_settled_at_the_next_start() -> None:
     """The state on disk contains the entry, the trainer's record does not know it."""
     one, two, three = (header(RUN, C, n) for n in (1, 2, 3))

@@ -116,6 +116,25 @@ def test_an_adoption_tells_where_the_run_ends_and_what_the_log_knows_of_this_nod
     assert (order.target_tokens, order.last_sequence) == (10 * RUN.spec.target_tokens, 0)
 
 
+def test_a_revoked_node_goes_on_following_and_trains_no_more_in_this_life_and_the_next() -> None:
+    word = owner_word(RUN, "revoke", peer=A.peer_id)
+    p, t = at(3, 3)
+    t.started()
+    p.drain()
+    p.applied.rules = after_owner(p.applied.rules, word)
+    t.installed(OwnerEntry(word, NO_DIGEST))
+    actions = p.drain()
+    assert said(actions) == ["revoked"]
+    assert [(a.allowed, a.prolong) for a in take(actions, AllowPasses)] == [(0, False)]
+    assert len(take(adopt(p, t), AdoptState)) == 1
+    p, t = at(3, 3)
+    p.applied.rules = after_owner(p.applied.rules, word)
+    t.started()
+    actions = p.drain()
+    assert said(actions) == ["revoked"]
+    assert [a.allowed for a in take(actions, AllowPasses)] == [0]
+
+
 # Evaluation
 
 

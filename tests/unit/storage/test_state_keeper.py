@@ -214,6 +214,18 @@ def test_files_take_a_tenth_of_the_time_and_follow_within_eight_versions(
     assert opened(tmp_path)[0].restored.index == 5
 
 
+def test_version_0_of_another_size_is_its_owners_to_mend(tmp_path: Path) -> None:
+    """Its digests are signed: whoever gave the blobs did as the RunSpec says."""
+    blobs = genesis_blobs(tmp_path)
+    short = RUN.params.tobytes()[:-4]
+    blobs.put(digest_of(short), short, Purpose.SNAPSHOT)
+    genesis = replace(RUN.spec.genesis, params=(digest_of(short),))
+    spec = replace(RUN.spec, genesis=genesis)
+    with pytest.raises(OperatorError, match="the run's owner has to make the run anew") as caught:
+        DiskStateKeeper(tmp_path, spec, blobs)
+    assert caught.value.exit_code == 5
+
+
 def test_a_damaged_state_costs_time_only(
     tmp_path: Path, history: list[Made], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -190,3 +190,42 @@ def test_values_that_are_not_finite_are_no_start(whole: Path, tmp_path: Path) ->
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(OperatorError, match="not finite"):
         made(str(folder), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["int32", "bool"])
+def test_tensors_that_are_no_floats_are_no_params(whole: Path, tmp_path: Path, kind: str) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = changed(whole, tmp_path / kind)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(kind)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        OperatorError, match=r"holds model\.norm\.weight as (I32|BOOL): a run starts from floats"
+    ):
+        made(str(folder), tmp_path)
+
+
+def test_masks_in_old_files_are_no_params(tmp_path: Path) -> None:
+    """As GPT-NeoX's files have them."""
+    from safetensors.numpy import load_file, save_file
+
+    config = LLAMA | {"tie_word_embeddings": False}
+    del config["num_key_value_heads"]
+    saved(tmp_path, "gpt_neox", config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["gpt_neox.layers.0.attention.bias"] = np.ones((1, 1, 64, 64), np.bool_)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    spec, params = made(str(tmp_path), tmp_path)
+    assert spec.params == len(params)
+
+
+def test_values_out_of_all_proportion_are_no_start(whole: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = changed(whole, tmp_path / "huge")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7, 3] = -1e30  # of a token that no trial need meet
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OperatorError, match=r"holds a value of 1e\+30 \(model\.embed_tokens\.weight\)"):
+        made(str(folder), tmp_path)
