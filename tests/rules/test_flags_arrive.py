@@ -8,6 +8,7 @@ What the value then does is tested where it is used.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import shlex
@@ -227,6 +228,8 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Each value below, with its place in words: fields, keys and parameters joined by dots."""
     if isinstance(value, msgspec.Struct):
         value = {field: getattr(value, field) for field in value.__struct_fields__}
+    elif dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):

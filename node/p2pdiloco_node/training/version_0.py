@@ -15,7 +15,6 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import NO, RESOURCES
 from p2pdiloco.run_spec import ModelSpec, TensorSpec
 from p2pdiloco.wire.codec import Struct, decode, encode
-from p2pdiloco_node.storage.files import guarded
 from p2pdiloco_node.training.arrays import Floats, read_array
 from p2pdiloco_node.training.model_choice import ModelChoice
 from p2pdiloco_node.training.presets import config_bytes
@@ -70,7 +69,10 @@ async def make_version_0(
     Raises: OperatorError: it failed; says why.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    guarded(folder.mkdir, folder)
+    try:
+        folder.mkdir()  # noqa: ASYNC240 - one call
+    except OSError as error:
+        raise OperatorError(f"{folder} cannot be made: {error.strerror}.", RESOURCES) from None
     try:
         path = folder / "params.f32"
         made = await _made(choice, seed, vocab_size, str(path))

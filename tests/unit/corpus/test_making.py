@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import json
 import shutil
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from p2pdiloco import limits
@@ -22,35 +18,18 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import digest_of
 from p2pdiloco.run_spec import BlobRef, DataSpec
 from p2pdiloco.wire.frames import open_frame
-from p2pdiloco_node.corpus import making, packing, readers, reading, segments, streams, tokenising
+from p2pdiloco_node.corpus import making, packing, readers, reading, streams, tokenising
 from p2pdiloco_node.corpus.held_out import HeldSet, Split
 from p2pdiloco_node.corpus.making import Request, forget_work, make_data
 from p2pdiloco_node.corpus.processes import Stopped
 from p2pdiloco_node.corpus.readers import Batch, Format, Part, read_part
-from p2pdiloco_node.corpus.segments import Segment, Slice
 from p2pdiloco_node.corpus.sources import Input
 from p2pdiloco_node.corpus.streams import cannot_read
 from p2pdiloco_node.corpus.tokenizer import ByteTokens, JsonTokens
-from p2pdiloco_node.corpus.work import Plan, Work
+from p2pdiloco_node.corpus.work import Work
 from p2pdiloco_node.progress import Quiet
 
-WORDS = [
-    "one",
-    "model",
-    "is",
-    "trained",
-    "together",
-    "over",
-    "the",
-    "ordinary",
-    "internet",
-    "by",
-    "whoever",
-    "has",
-    "a",
-    "spare",
-    "computer",
-]
+from .conftest import text
 
 
 class Said(Quiet):
@@ -73,28 +52,6 @@ class Said(Quiet):
 
 STOPS = [("Reading", 2), ("Reading", 3), ("Looking for copies", 2), ("Tokenising", 3), ("Tokenising", 4),
          ("Writing shards", 2)]  # fmt: skip
-
-
-def text(number: int, words: int = 150) -> str:
-    picked = np.random.default_rng(number).choice(WORDS, words)
-    return f"Text {number}. " + " ".join(picked.tolist()) + ".\n"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """About 1 MB in all kinds of files; texts 0 to 99 stand in two of them."""
-    root = tmp_path / "in"
-    root.mkdir()
-    (root / "long.txt").write_text("\n".join(text(10_000 + i) for i in range(300)))
-    lines = [json.dumps({"id": i, "text": text(i)}) for i in range(400)]
-    (root / "a.jsonl").write_text("\n".join([*lines, json.dumps({"text": " "}), "{nonsense", ""]))
-    with gzip.open(root / "b.jsonl.gz", "wt") as file:
-        file.write("\n".join(json.dumps({"text": text(1000 + i)}) for i in range(300)))
-    table = pa.table(
-        {"id": list(range(250)), "text": [text(i) if i < 100 else text(2000 + i) for i in range(250)]}
-    )
-    pq.write_table(table, root / "c.parquet", row_group_size=100)
-    return root
 
 
 def opened(out: Path, data: DataSpec, ref: BlobRef) -> np.ndarray:
@@ -139,71 +96,6 @@ def test_the_order_is_the_seed_s_and_mixes_files(folder: Path, tmp_path: Path) -
     assert sorted(first) == sorted(second)
     numbers = [int(bytes(d[5:10]).split(b".")[0]) for d in first[:200] if len(d) < 5000]
     assert {n // 1000 for n in numbers} == {0, 1, 2}
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_processes_portions_and_buckets_do_not_matter(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
-) -> None:
-    monkeypatch.setattr(limits, "document_bytes_max", 16 << 10)
-    request = Request([str(folder)], tokenizer=tokenizer, eval_per_source=True)
-    whole = make_data(request._replace(jobs=1), tmp_path / "1", Quiet())
-    monkeypatch.setattr(limits, "portion_bytes", 64 << 10)
-    monkeypatch.setattr(limits, "bucket_bytes", 40 << 10)
-    assert make_data(request._replace(jobs=1), tmp_path / "2", Quiet()) == whole
-
-
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
-def test_more_text_than_files_looked_like_does_not_take_more_memory(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
-) -> None:
-    """An archive of logs may hold twenty times its size, and the buckets were counted by four."""
-    monkeypatch.setattr(limits, "document_bytes_max", 16 << 10)
-    whole = make_data(Request([str(folder)], tokenizer=tokenizer), tmp_path / "as it looks", Quiet())
-    sizes: list[int] = []
-
-    def seen(parts: Sequence[Segment], bucket: int) -> Iterator[tuple[Slice, Any]]:
-        for part, places in segments.read_bucket(parts, bucket):
-            sizes.append(sum(map(len, part.texts)))
-            yield part, places
-
-    unpacked: list[Path] = []
-    texts = Segment.texts
-
-    def unpack(segment: Segment, bucket: int) -> Generator[bytes]:
-        unpacked.append(segment.path)
-        return texts(segment, bucket)
-
-    monkeypatch.setattr(tokenising, "read_bucket", seen)
-    monkeypatch.setattr(Segment, "texts", unpack)
-    monkeypatch.setattr(Plan, "buckets", property(lambda _: 1))
-    monkeypatch.setattr(limits, "bucket_bytes", 64 << 10)
-    assert make_data(Request([str(folder)], tokenizer=tokenizer), tmp_path / "as it is", Quiet()) == whole
-    assert len(sizes) > 10
-    assert max(sizes) < 2 * limits.bucket_bytes
-    # Nor is a text unpacked again for each part: a thousandfold archive has a thousand of them.
-    assert len(unpacked) <= (2 if tokenizer == "bpe:300" else 1) * len(set(unpacked))
-
-
-def test_copies_do_not_count_as_text_that_is_there(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six thousand copies of one document are one part, not six thousand."""
-    copies = folder / "copies.jsonl"
-    copies.write_bytes(msgspec.json.encode({"text": "again and again " * 200}) + b"\n")
-    copies.write_bytes(copies.read_bytes() * 600)
-    parts: list[int] = []
-
-    def seen(all_of: Sequence[Segment], bucket: int) -> Iterator[tuple[Slice, Any]]:
-        for part, places in segments.read_bucket(all_of, bucket):
-            parts.append(len(places))
-            yield part, places
-
-    monkeypatch.setattr(tokenising, "read_bucket", seen)
-    monkeypatch.setattr(Plan, "buckets", property(lambda _: 1))
-    monkeypatch.setattr(limits, "bucket_bytes", 1 << 20)
-    make_data(Request([str(copies)]), tmp_path / "made", Quiet())
-    assert parts == [1]
 
 
 def test_of_a_document_that_is_cut_the_text_that_is_there_counts(
