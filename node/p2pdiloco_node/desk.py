@@ -181,7 +181,7 @@ class TrainerDesk:
 
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:
         self._roots[version] = state_root
-        self._telemetry.evaluating = True
+        self._tell_evaluates()
         self._order(_Evaluate(version, state_root, params))
 
     def leaving_words(self) -> str:
@@ -227,9 +227,18 @@ class TrainerDesk:
         elif root is not None:
             self._telemetry.say("data", f"Version {version} is not evaluated here: {why}")
 
+    def _tell_evaluates(self) -> None:
+        """For log and status: the version that the trainer is at, else the newest that waits for it."""
+        words, at = "", self._so_far
+        if at is not None and at.version in self._roots:
+            words = f"evaluating version {at.version}, {at.share:.0%}".replace("%", " %")
+        elif self._roots:
+            words = f"evaluating version {max(self._roots)}"
+        self._telemetry.evaluates = words
+
     def _evaluation_over(self) -> None:
-        self._telemetry.evaluating = bool(self._roots)
         self._so_far = None
+        self._tell_evaluates()
         self._evaluation_told.set()
 
     def run_ended(self, version: int) -> None:
@@ -269,7 +278,7 @@ class TrainerDesk:
                 # Of older versions, or where no trainer has begun, nobody waits for the figure any more.
                 for version in [v for v in self._roots if v != last]:
                     del self._roots[version]
-                self._telemetry.evaluating = bool(self._roots)
+                self._tell_evaluates()
                 if not self._may_train.is_set():
                     self._give_up("the run was over before this node had its data.")
                 self.over.set()
@@ -337,6 +346,7 @@ class TrainerDesk:
                 self._put(fact.TrainerNotFinite())
             case frames.Evaluating(version):
                 self._so_far, self._evaluating_at = told, self._clock()
+                self._tell_evaluates()
                 self._evaluation_told.set()
             case frames.Evaluated(version):
                 root = self._roots.pop(version, None)

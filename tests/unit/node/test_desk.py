@@ -352,6 +352,21 @@ async def test_the_last_evaluation_takes_as_long_as_it_shows_progress(
     assert kit.said == []
 
 
+async def test_how_far_an_evaluation_is_is_known_to_log_and_status(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    kit.desk.evaluate(6, ROOT, soon(6))
+    assert kit.telemetry.evaluates == "evaluating version 6"
+    await kit.desk.trainer_said(frames.Evaluating(4, (), (), 0.3))
+    kit.telemetry.run_ended(6)
+    assert kit.telemetry.now()[:2] == ("over", "evaluating version 4, 30 %")
+    kit.desk.run_ended(6)
+    kit.desk.may_train()
+    await kit.carry_out()
+    assert kit.telemetry.now()[:2] == ("over", "evaluating version 6")
+    await kit.desk.trainer_said(frames.Evaluated(6, (2.0,), (10,)))
+    assert kit.telemetry.now()[:2] == ("over", "")
+
+
 async def test_what_an_end_waits_for_is_said(kit: Kit) -> None:
     assert kit.desk.leaving_words() == ""
     kit.desk.evaluate(4, ROOT, soon(4))
