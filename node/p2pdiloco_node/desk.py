@@ -144,6 +144,7 @@ class TrainerDesk:
         self._so_far: frames.Evaluating | None = None  # of the one that is under way
         self._evaluating_at = clock()  # when its trainer last told of it
         self._evaluation_told = asyncio.Event()
+        self._not_evaluated_why = ""  # said last, since this node had evaluated all that it was asked to
         self.over = asyncio.Event()
         self.on_stepped: Callable[[frames.Stepped], None] | None = None
 
@@ -222,10 +223,12 @@ class TrainerDesk:
         if root is not None and found is not None and found.version == version and found.losses:
             known = len(found.losses)
             what = f"is evaluated here on the first {known} evaluation sets alone"
-            self._telemetry.say("data", f"Version {version} {what}: {why}")
+            self._telemetry.say("evaluation", f"Version {version} {what}: {why}")
             self._on_evaluated(Evaluation(root, frames.Evaluated(version, found.losses, found.tokens)))
-        elif root is not None:
-            self._telemetry.say("data", f"Version {version} is not evaluated here: {why}")
+        elif root is not None and (why != self._not_evaluated_why or self.over.is_set()):
+            # A slow machine leaves out version after version. The last one is what its owner waits for.
+            self._not_evaluated_why = why
+            self._telemetry.say("evaluation", f"Version {version} is not evaluated here: {why}")
 
     def _tell_evaluates(self) -> None:
         """For log and status: the version that the trainer is at, else the newest that waits for it."""
@@ -352,7 +355,9 @@ class TrainerDesk:
                 root = self._roots.pop(version, None)
                 self._evaluation_over()
                 if told.why:
-                    telemetry.say("data", f"Version {version} writes no samples here: {told.why}")
+                    telemetry.say("evaluation", f"Version {version} writes no samples here: {told.why}")
+                if not self._roots:
+                    self._not_evaluated_why = ""
                 if root is not None:
                     self._on_evaluated(Evaluation(root, told))
             case frames.NotEvaluated(version, why):
