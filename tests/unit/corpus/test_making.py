@@ -146,7 +146,8 @@ def test_processes_portions_and_buckets_do_not_matter(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
 ) -> None:
     monkeypatch.setattr(limits, "document_bytes_max", 16 << 10)
-    request = Request([str(folder)], tokenizer=tokenizer, eval_per_source=True)
+    sources = [f"{folder}/c.parquet", f"{folder}/[abl]*"]
+    request = Request(sources, tokenizer=tokenizer, eval_per_source=True)
     whole = make_data(request._replace(jobs=1), tmp_path / "1", Quiet())
     monkeypatch.setattr(limits, "portion_bytes", 64 << 10)
     monkeypatch.setattr(limits, "bucket_bytes", 40 << 10)
@@ -276,6 +277,15 @@ def test_a_set_for_each_source(folder: Path, tmp_path: Path) -> None:
     assert not {bytes(d) for d in trained} & {bytes(d) for d in [*parquet, *lines]}
     alone = make_data(Request(data_arguments), tmp_path / "2", Quiet())
     assert len(alone.evaluations) == 1
+
+
+def test_one_source_has_no_second_set_that_is_the_same(folder: Path, tmp_path: Path) -> None:
+    """Two names of one blob were measured twice."""
+    said = Said()
+    data = make_data(Request([str(folder)], eval_per_source=True), tmp_path / "1", said)
+    assert [s.name for s in data.evaluations] == ["all"]
+    assert any("one --data, so its evaluation set is that of the whole" in sentence for sentence in said.said)
+    assert data == make_data(Request([str(folder)]), tmp_path / "2", said)
 
 
 def test_the_key_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
