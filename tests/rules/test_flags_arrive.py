@@ -8,6 +8,7 @@ What the value then does is tested where it is used.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import shlex
@@ -198,7 +199,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         REACH | {"--tokens": ("5M", "wanted.target_tokens"), "--yes": ("", "yes")},
     ),
     ("run", "finish"): Command(WORD, "run finish tiny-run", REACH | {"--yes": ("", "yes")}),
-    ("run", "revoke"): Command(WORD, "run revoke tiny-run node-1", REACH),
+    ("run", "revoke"): Command(WORD, "run revoke tiny-run node-1", REACH | {"--yes": ("", "yes")}),
     ("run", "recover"): Command(
         f"{OWNER}:print_recovered", "run recover tiny-run",
         REACH | {"--seats": ("node-1", "seats"), "--force": ("", "force"), "--yes": ("", "yes")},
@@ -229,6 +230,8 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         value = {field: getattr(value, field) for field in value.__struct_fields__}
     elif hasattr(value, "_asdict"):
         value = value._asdict()
+    elif dataclasses.is_dataclass(value):
+        value = vars(value)
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else key)
