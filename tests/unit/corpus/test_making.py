@@ -279,15 +279,6 @@ def test_a_set_for_each_source(folder: Path, tmp_path: Path) -> None:
     assert len(alone.evaluations) == 1
 
 
-def test_one_source_has_no_second_set_that_is_the_same(folder: Path, tmp_path: Path) -> None:
-    """Two names of one blob were measured twice."""
-    said = Said()
-    data = make_data(Request([str(folder)], eval_per_source=True), tmp_path / "1", said)
-    assert [s.name for s in data.evaluations] == ["all"]
-    assert any("one --data, so its evaluation set is that of the whole" in sentence for sentence in said.said)
-    assert data == make_data(Request([str(folder)]), tmp_path / "2", said)
-
-
 def test_the_key_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text(i), "body": text(5000 + i)}) for i in range(50)]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
