@@ -224,9 +224,10 @@ class FakeRun:
         self.committee = committee
         self.term += 1
 
-    def owner(self, kind: str, value: int = 0) -> None:
+    def owner(self, kind: str, value: int = 0, *, node: int | None = None) -> None:
         self.now += 0.1
-        self.entry(OwnerEntry(OwnerWord(kind, 1, value, b"", b""), bytes(32)))
+        peer = b"" if node is None else peer_of(node)
+        self.entry(OwnerEntry(OwnerWord(kind, 1, value, peer, b""), bytes(32)))
 
     def evaluated(
         self,

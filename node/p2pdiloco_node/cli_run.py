@@ -265,7 +265,7 @@ def finish(run: str, /, *, yes: On = False, owner: Speaking = SPEAKING) -> int:
     return _say("finish", run, owner, yes=yes)
 
 
-def revoke(run: str, peer: str, /, *, owner: Speaking = SPEAKING) -> int:
+def revoke(run: str, peer: str, /, *, yes: On = False, owner: Speaking = SPEAKING) -> int:
     """Refuse a node's deltas from now on, and take its seat. This cannot be taken back.
 
     Parameters
@@ -274,11 +274,13 @@ def revoke(run: str, peer: str, /, *, owner: Speaking = SPEAKING) -> int:
         The run's link, or its folder (DIR) where its tracker runs on this machine.
     peer:
         Its PeerId, the beginning of it, or its name as the page shows it.
+    yes:
+        Do not ask.
     """
     from p2pdiloco_node.owner.command import print_word
     from p2pdiloco_node.owner.words import Wanted
 
-    return print_word(owner.reach(run), Wanted("revoke", peer=peer), as_json=owner.json)
+    return print_word(owner.reach(run), Wanted("revoke", peer=peer), as_json=owner.json, yes=yes)
 
 
 def recover(

@@ -467,6 +467,7 @@ class Daemon:
             log.info("It was over before this node came: there is nothing left to train.")
             await self._leave("the run is over")
             return
+        self.telemetry.stays = "others fetch the last entries"
         until = asyncio.get_running_loop().time() + limits.run_over_linger_s
         log.info(
             "This node stays %.0f more seconds for others to fetch the last entries, and leaves then%s.",

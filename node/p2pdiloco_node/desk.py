@@ -144,6 +144,7 @@ class TrainerDesk:
         self._so_far: frames.Evaluating | None = None  # of the one that is under way
         self._evaluating_at = clock()  # when its trainer last told of it
         self._evaluation_told = asyncio.Event()
+        self._not_evaluated_why = ""  # said last, since this node had evaluated all that it was asked to
         self.over = asyncio.Event()
         self.on_stepped: Callable[[frames.Stepped], None] | None = None
 
@@ -181,7 +182,7 @@ class TrainerDesk:
 
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:
         self._roots[version] = state_root
-        self._telemetry.evaluating = True
+        self._tell_evaluates()
         self._order(_Evaluate(version, state_root, params))
 
     def leaving_words(self) -> str:
@@ -222,14 +223,25 @@ class TrainerDesk:
         if root is not None and found is not None and found.version == version and found.losses:
             known = len(found.losses)
             what = f"is evaluated here on the first {known} evaluation sets alone"
-            self._telemetry.say("data", f"Version {version} {what}: {why}")
+            self._telemetry.say("evaluation", f"Version {version} {what}: {why}")
             self._on_evaluated(Evaluation(root, frames.Evaluated(version, found.losses, found.tokens)))
-        elif root is not None:
-            self._telemetry.say("data", f"Version {version} is not evaluated here: {why}")
+        elif root is not None and (why != self._not_evaluated_why or self.over.is_set()):
+            # A slow machine leaves out version after version. The last one is what its owner waits for.
+            self._not_evaluated_why = why
+            self._telemetry.say("evaluation", f"Version {version} is not evaluated here: {why}")
+
+    def _tell_evaluates(self) -> None:
+        """For log and status: the version that the trainer is at, else the newest that waits for it."""
+        words, at = "", self._so_far
+        if at is not None and at.version in self._roots:
+            words = f"evaluating version {at.version}, {at.share:.0%}".replace("%", " %")
+        elif self._roots:
+            words = f"evaluating version {max(self._roots)}"
+        self._telemetry.evaluates = words
 
     def _evaluation_over(self) -> None:
-        self._telemetry.evaluating = bool(self._roots)
         self._so_far = None
+        self._tell_evaluates()
         self._evaluation_told.set()
 
     def run_ended(self, version: int) -> None:
@@ -269,7 +281,7 @@ class TrainerDesk:
                 # Of older versions, or where no trainer has begun, nobody waits for the figure any more.
                 for version in [v for v in self._roots if v != last]:
                     del self._roots[version]
-                self._telemetry.evaluating = bool(self._roots)
+                self._tell_evaluates()
                 if not self._may_train.is_set():
                     self._give_up("the run was over before this node had its data.")
                 self.over.set()
@@ -337,12 +349,15 @@ class TrainerDesk:
                 self._put(fact.TrainerNotFinite())
             case frames.Evaluating(version):
                 self._so_far, self._evaluating_at = told, self._clock()
+                self._tell_evaluates()
                 self._evaluation_told.set()
             case frames.Evaluated(version):
                 root = self._roots.pop(version, None)
                 self._evaluation_over()
                 if told.why:
-                    telemetry.say("data", f"Version {version} writes no samples here: {told.why}")
+                    telemetry.say("evaluation", f"Version {version} writes no samples here: {told.why}")
+                if not self._roots:
+                    self._not_evaluated_why = ""
                 if root is not None:
                     self._on_evaluated(Evaluation(root, told))
             case frames.NotEvaluated(version, why):

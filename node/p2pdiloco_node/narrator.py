@@ -51,11 +51,13 @@ class Narrator:
     def due(self) -> str | None:
         """The line that is to be said now: every ten seconds, and when the state or its reason changes.
 
-        A reason in which only a number changes is the same reason. Of a run that is over it is said once.
+        A reason in which only a number changes is the same reason. A run that is over and waits for nothing
+        is said once.
         """
         now, at = self._telemetry.now(), self._clock()
         state = (now.state, COUNTS.sub("", now.why))
-        if state == self._said and (now.state == "over" or at - self._said_at < LINE_EVERY_S):
+        waits = now.state != "over" or bool(now.why)
+        if state == self._said and (not waits or at - self._said_at < LINE_EVERY_S):
             return None
         self._said, self._said_at = state, at
         return self._line(now, self._brain())

@@ -138,7 +138,8 @@ class Telemetry:
         self.state = "witness" if role == "witness" else "joining"
         self.why = ""
         self.over = False
-        self.evaluating = False
+        self.evaluates = ""  # the evaluation that is under way or waits; empty: none
+        self.stays = ""  # what a node whose run is over stays for besides
         self.device = ""
         self.tracker_url = ""
         self._tracker_lost_at: float | None = None
@@ -283,7 +284,7 @@ class Telemetry:
     # Answers.
 
     def now(self) -> Now:
-        state, why = ("over", "") if self.over else (self.state, self.why)
+        state, why = self._state()
         return Now(
             state, why, self._step, self._inner_steps, self._loss, self._tokens_per_s, self._last_outcome
         )
@@ -291,7 +292,7 @@ class Telemetry:
     def status(
         self, brain: BrainView, *, bytes_up: int, bytes_down: int, bytes_setup: int, lag_s_max: float
     ) -> NodeStatus:
-        state, why = ("over", "") if self.over else (self.state, self.why)
+        state, why = self._state()
         silent_s = None if self._tracker_lost_at is None else self._clock() - self._tracker_lost_at
         lost = "refuses this node" if self._tracker_refuses else "unreachable"
         return NodeStatus(
@@ -311,7 +312,7 @@ class Telemetry:
             listed=dict(self._listed), deltas_sent=self._sent, deltas_listed=self._own_listed,
             refused=dict(Counter(str(outcome) for outcome in self._refused.values())),
             tracker_url=self.tracker_url, tracker_silent_s=silent_s, gaps=tuple(self._gaps),
-            loop_lag_s_max=lag_s_max, bytes_setup=bytes_setup, evaluating=self.evaluating,
+            loop_lag_s_max=lag_s_max, bytes_setup=bytes_setup, evaluating=bool(self.evaluates),
             said=tuple(self._said),
         )  # fmt: skip
 
@@ -325,6 +326,10 @@ class Telemetry:
             last_outcome=self._last_outcome[:32], bytes_up=bytes_up, bytes_down=bytes_down,
             longest_inner_gap_s=self._gap_s or 0.0, build=__version__[:32],
         )  # fmt: skip
+
+    def _state(self) -> tuple[str, str]:
+        """In a word, and why. What a run that is over still waits for is all that there is to say of it."""
+        return ("over", self.evaluates or self.stays) if self.over else (self.state, self.why)
 
     def _outcome(self, words: str) -> None:
         """What became of the newest own delta that anything is known of; in the page's words."""

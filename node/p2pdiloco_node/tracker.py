@@ -60,6 +60,8 @@ from p2pdiloco_node.transport.downloads import Downloads
 from p2pdiloco_node.transport.traffic import Traffic
 
 log = logging.getLogger("p2pdiloco.tracker")
+# A witness in two places would vote twice.
+KEEP_THE_OTHER = "leave it running: a run has one tracker, and a copy of its folder is never served beside it"
 SLICE_S = 0.02  # of replaying the log at a time
 FEED_S = 1.0  # the page's builder sees the directory so often; the database is written then too
 
@@ -145,9 +147,7 @@ class Tracker:
     async def _enter(self) -> None:
         self._run, self._spec, signed = _open_run(self._dir)
         local = self._spec.admission == "local"
-        data = self._stack.enter_context(
-            DataDir(self._dir / WITNESS, otherwise="copy the run's folder and serve the copy")
-        )
+        data = self._stack.enter_context(DataDir(self._dir / WITNESS, otherwise=KEEP_THE_OTHER))
         signer = load_key(self._dir / WITNESS_KEY)
         if signer.peer_id != self._spec.committee.genesis.witness:
             raise OperatorError(

@@ -39,6 +39,7 @@ from p2pdiloco.wire.log import (
     Membership,
     OuterStep,
     OwnerEntry,
+    OwnerWord,
     changes_committee,
     open_body,
 )
@@ -131,6 +132,7 @@ class StatusBuilder:
         self.target_tokens = spec.target_tokens
         self.finished = False
         self.paused = False
+        self.revoked: dict[PeerId, int] = {}  # at which version
         self.refused: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.stale = 0
@@ -187,7 +189,7 @@ class StatusBuilder:
             case Membership(committee=new):
                 self._committee_changed(new, when_unix)
             case OwnerEntry(word=word):
-                self._owner_said(word.kind, word.value, when_unix)
+                self._owner_said(word, when_unix)
                 if word.committee is not None:
                     self._committee_changed(word.committee, when_unix)
         if self.evaluators.entry_applied(body.content, when_unix):
@@ -435,15 +437,24 @@ class StatusBuilder:
         changes += [f"{self.name_of(p).name} gives up a seat" for p in sorted(before - after)]
         self.event("committee", f"{'; '.join(changes)} ({new.size} seats)", when_unix=when)
 
-    def _owner_said(self, kind: str, value: int, when: float | None) -> None:
+    def _owner_said(self, word: OwnerWord, when: float | None) -> None:
+        kind = word.kind
         self.paused = kind == "pause" or (self.paused and kind != "resume")
         self.finished = self.finished or kind == "finish"
         if kind == "extend":
-            self.target_tokens = value
+            self.target_tokens = word.value
+        who = ""
+        if kind == "revoke":
+            peer = PeerId(word.peer)
+            self.revoked.setdefault(peer, self.version)
+            named = self.name_of(peer)
+            mark = "" if named.name == named.fingerprint else f" ({named.fingerprint})"
+            who = named.name + mark  # two may have one name
         if when is not None:
             words = {
-                "extend": f"the target is now {value:,} tokens",
+                "extend": f"the target is now {word.value:,} tokens",
                 "finish": "the run is finished",
+                "revoke": f"the owner revoked {who}: its deltas are refused from now on",
                 "recover": "the owner put another committee in charge; what came after here is lost",
             }
             self.event("owner", words.get(kind, f"the owner says {kind}"), when_unix=when)

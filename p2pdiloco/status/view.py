@@ -16,6 +16,7 @@ from p2pdiloco.status.checkpoints import with_losses
 from p2pdiloco.status.join import export_line
 from p2pdiloco.status.names import clean_name, clean_text, finite
 from p2pdiloco.status.words import RunFacts, evaluators_words, node_word, run_word
+from p2pdiloco.wire.messages import Outcome
 
 if TYPE_CHECKING:
     from p2pdiloco.status.builder import StatusBuilder
@@ -194,10 +195,13 @@ def _node(b: StatusBuilder, peer: PeerId, row: Listed | None, now: float) -> rm.
         rounds_behind=b.history.rounds_since(report.version) if report else 0.0,
         versions_since_delta=None if account.last_version is None else b.version - account.last_version,
         left=account.left,
+        revoked=peer in b.revoked,
     )
     outcome = account.last_outcome or (clean_text(report.last_outcome, 32) if report else "")
     if account.last_outcome and account.last_version is not None:
         outcome = f"{outcome}, version {account.last_version:,}"
+    if peer in b.revoked:
+        outcome = f"{Outcome.NOT_ADMITTED} since version {b.revoked[peer]:,}"
     off = row.clock_offset_s if row and live else 0.0
     leader = b.committee.aggregator_of(b.term) if b.term is not None else None
     return rm.NodeRow(

@@ -22,6 +22,7 @@ TONES = {
     "leaving": "quiet",
     "unreachable": "bad",
     "offline": "quiet",
+    "revoked": "bad",
 }
 LATE_AFTER_ROUNDS = 2.0  # of the token clock behind the newest version: one round late is the steady state
 RECENT_VERSIONS = 64  # a delta listed this recently shows that a node reaches the committee somehow
@@ -83,7 +84,12 @@ def run_word(f: RunFacts) -> Word:
 
 
 def node_word(
-    listed: Listed | None, *, rounds_behind: float, versions_since_delta: int | None, left: bool = False
+    listed: Listed | None,
+    *,
+    rounds_behind: float,
+    versions_since_delta: int | None,
+    left: bool = False,
+    revoked: bool = False,
 ) -> Word:
     """What a node does, and why (product.md 4, item 5).
 
@@ -92,7 +98,10 @@ def node_word(
         rounds_behind: full rounds of the token clock since the version it reports.
         versions_since_delta: outer steps since its last listed delta; None: never.
         left: it said goodbye in the log.
+        revoked: by the run's owner, whatever it does since.
     """
+    if revoked:
+        return _node("revoked", "the run's owner refuses its deltas")
     if listed is None:
         return _node("offline", "left" if left else "not heard since this tracker started")
     if listed.left is not None:

@@ -80,7 +80,7 @@ def test_pause_resume_extend_revoke_finish(swarm: Swarm) -> None:
 
     loser = swarm.nodes["node-2"].status()
     assert loser is not None
-    said = say(swarm, "revoke", "node-2")
+    said = say(swarm, "revoke", "node-2", "--yes")
     assert "node-2" in said["effect"]
     last = swarm.listed("node-2")
     wait_for(lambda: loser.peer not in say(swarm, "inspect")["now"]["committee"], STEP_S, "the seat taken")

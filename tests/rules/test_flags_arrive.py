@@ -199,7 +199,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         REACH | {"--tokens": ("5M", "wanted.target_tokens"), "--yes": ("", "yes")},
     ),
     ("run", "finish"): Command(WORD, "run finish tiny-run", REACH | {"--yes": ("", "yes")}),
-    ("run", "revoke"): Command(WORD, "run revoke tiny-run node-1", REACH),
+    ("run", "revoke"): Command(WORD, "run revoke tiny-run node-1", REACH | {"--yes": ("", "yes")}),
     ("run", "recover"): Command(
         f"{OWNER}:print_recovered", "run recover tiny-run",
         REACH | {"--seats": ("node-1", "seats"), "--force": ("", "force"), "--yes": ("", "yes")},
@@ -232,6 +232,8 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):
         value = value._asdict()
+    elif dataclasses.is_dataclass(value):
+        value = vars(value)
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}" if name else key)

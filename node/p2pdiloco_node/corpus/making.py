@@ -231,6 +231,10 @@ class _Making:
         command = self._plan.command
         evaluation = limits.evaluation_tokens_max * (1 if command.tokenizer == BYTES else BYTES_PER_TOKEN)
         names = source_names(command.data) if command.eval_per_source else {}
+        if len(names) == 1:
+            # It would be the same blob under another name, and be measured twice.
+            names = {}
+            self._told.say("There is one --data, so its evaluation set is that of the whole corpus.")
         split = choose_held_out(self._indices(), sources=names, evaluation_bytes=evaluation)
         self._work.keep(split)
         held = f"{len(split.held):,} documents or ends of one are held out for evaluation"

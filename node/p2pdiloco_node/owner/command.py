@@ -70,8 +70,6 @@ def _with_run(reach: Reach, told: Told, work: Callable[[SeenRun], Awaitable[T]])
 
 def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = False) -> int:
     """Say a word and print where it stands. Raises: OperatorError."""
-    if wanted.kind == "finish" and not yes:
-        _agreed("`finish` cannot be taken back.")
     with _told(as_json) as told:
         said = _with_run(
             reach, told,

@@ -70,7 +70,8 @@ async def say_word(
 ) -> Followed | str:
     """Sign, deliver, and wait. A sentence where there is nothing to do.
 
-    `agree`: asked before a word is signed that will most likely not do what is hoped for; None: nobody is.
+    `agree`: asked before a word is signed that cannot be taken back, or that will most likely not do what is
+    hoped for; None: nobody is.
 
     Raises: OperatorError: `agree` refuses, the key is not the owner's, the word makes no sense, or it is not
     certified within `wait_s`: then it may still be later.
@@ -81,9 +82,9 @@ async def say_word(
     nothing = _refuses(seen.rules, seen, wanted, peer)
     if nothing is not None:
         return nothing
-    doubt = _doubt(seen, wanted)
-    if doubt and agree is not None:
-        await asyncio.to_thread(agree, doubt)
+    question = _question(seen, wanted, peer)
+    if question and agree is not None:
+        await asyncio.to_thread(agree, question)
     word = await asyncio.to_thread(_signed, seen, wanted, peer, signer, Ledger(key))
     return await _carry(seen, word, seen.log.epoch, wait_s)
 
@@ -115,6 +116,20 @@ def _refuses(rules: RulesState, seen: SeenRun, wanted: Wanted, peer: PeerId) -> 
         if len(rules.revoked) >= limits.revoked_max:
             raise OperatorError(f"{limits.revoked_max} peers are revoked, and no more can be.", RUN)
     return None
+
+
+def _question(seen: SeenRun, wanted: Wanted, peer: PeerId) -> str:
+    """What the owner has to know before the word is signed; empty: nothing. It names what the word is about:
+    a link in the shell's history may be another run's."""
+    run = f"run {seen.spec.name!r} ({seen.run.hex()[:16]}, version {seen.rules.version:,})"
+    match wanted.kind:
+        case "finish":
+            return f"`finish` ends {run} for everybody, and cannot be taken back."
+        case "revoke":
+            who = f"{seen.name_of(peer)!r} ({peer.hex()[:16]})"
+            return f"`revoke` refuses whatever {who} sends to {run} from now on, and cannot be taken back."
+        case _:
+            return _doubt(seen, wanted)
 
 
 def _doubt(seen: SeenRun, wanted: Wanted) -> str:

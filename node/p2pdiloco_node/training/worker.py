@@ -157,7 +157,8 @@ class Worker:
                 if len(self._asked) == limits.evaluations_waiting_max:
                     dropped = self._asked.popleft()
                     Path(dropped.params).unlink(missing_ok=True)
-                    self._emit(frames.NotEvaluated(dropped.version, "newer versions came before its turn."))
+                    why = "newer versions came before its turn; further ones like it are not named."
+                    self._emit(frames.NotEvaluated(dropped.version, why))
                 self._asked.append(command)
             case frames.Pause():
                 self._paused, self._stepped_at = True, None

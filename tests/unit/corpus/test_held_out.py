@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.corpus.documents import Index, digests_of, index_of, seed_key
 from p2pdiloco_node.corpus.held_out import HeldSet, Split, choose_held_out
+from p2pdiloco_node.corpus.making import Request, make_data
 from p2pdiloco_node.corpus.segments import bucket_of
+from p2pdiloco_node.progress import Lines
 
 KEY = seed_key(1)
 
@@ -123,3 +126,17 @@ def test_where_sets_differ_the_longest_part_of_a_document_is_held_out() -> None:
 def test_nothing_is_refused() -> None:
     with pytest.raises(OperatorError, match="no document has any text"):
         choose(documents(0, 10))
+
+
+def test_one_source_has_no_second_set_that_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two names of one blob were measured twice."""
+    (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "text number {i}"}}\n' for i in range(400)))
+    one = Request([f"{tmp_path}/x.jsonl"], jobs=1)
+    data = make_data(one._replace(eval_per_source=True), tmp_path / "1", Lines())
+    assert [s.name for s in data.evaluations] == ["all"]
+    assert (
+        "There is one --data, so its evaluation set is that of the whole corpus." in capsys.readouterr().out
+    )
+    assert data == make_data(one, tmp_path / "2", Lines())

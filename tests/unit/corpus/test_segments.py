@@ -22,7 +22,8 @@ def test_processes_portions_and_buckets_do_not_matter(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
 ) -> None:
     monkeypatch.setattr(limits, "document_bytes_max", 16 << 10)
-    request = Request([str(folder)], tokenizer=tokenizer, eval_per_source=True)
+    sources = [f"{folder}/c.parquet", f"{folder}/[abl]*"]
+    request = Request(sources, tokenizer=tokenizer, eval_per_source=True)
     whole = make_data(request._replace(jobs=1), tmp_path / "1", Quiet())
     monkeypatch.setattr(limits, "portion_bytes", 64 << 10)
     monkeypatch.setattr(limits, "bucket_bytes", 40 << 10)

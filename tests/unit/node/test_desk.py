@@ -70,7 +70,8 @@ class Kit:
         telemetry = Telemetry("n", ME, RunId(bytes(32)), "r", role="node", pid=1, inner_steps=4)
         self.telemetry = telemetry
         self.said: list[str] = []
-        telemetry.on_said = lambda _kind, text: self.said.append(text)
+        self.kinds: list[str] = []
+        telemetry.on_said = self.hear
         spec: Any = type("Spec", (), {"model": type("Model", (), {"params": PARAMS})})
         self.desk = TrainerDesk(
             b"",
@@ -86,6 +87,10 @@ class Kit:
         self.desk.attach(self)  # type: ignore[arg-type]
         self.data = Data()
         self.desk.follow(self.data)
+
+    def hear(self, kind: str, text: str) -> None:
+        self.kinds.append(kind)
+        self.said.append(text)
 
     # DiskContributor
     def settle(self, delta: Digest, how: Settled) -> None:
@@ -333,6 +338,36 @@ async def test_of_an_evaluation_that_is_not_finished_the_sets_that_are_count(kit
     assert "on the first 1 evaluation sets alone: a set is gone." in kit.said[-1]
 
 
+async def test_a_stretch_of_versions_that_are_not_evaluated_is_said_once(kit: Kit) -> None:
+    """A slow machine named each of eleven, as if its data were at fault."""
+    for version in (4, 6, 8):
+        kit.desk.evaluate(version, ROOT, soon(version))
+    await kit.desk.trainer_said(frames.NotEvaluated(4, "newer ones came."))
+    await kit.desk.trainer_said(frames.Evaluated(6, (2.0,), (10,)))
+    kit.desk.evaluate(10, ROOT, soon(10))
+    await kit.desk.trainer_said(frames.NotEvaluated(8, "newer ones came."))
+    assert kit.said == ["Version 4 is not evaluated here: newer ones came."]
+    await kit.desk.trainer_said(frames.NotEvaluated(10, "a set is gone."))
+    assert kit.said[1:] == ["Version 10 is not evaluated here: a set is gone."]
+    assert kit.kinds == ["evaluation"] * 2
+
+
+async def test_a_later_stretch_and_the_last_version_are_said_again(kit: Kit) -> None:
+    for version in (4, 6):
+        kit.desk.evaluate(version, ROOT, soon(version))
+        await kit.desk.trainer_said(frames.NotEvaluated(version, "newer ones came."))
+    kit.desk.evaluate(8, ROOT, soon(8))
+    await kit.desk.trainer_said(frames.Evaluated(8, (2.0,), (10,)))
+    kit.desk.evaluate(10, ROOT, soon(10))
+    await kit.desk.trainer_said(frames.NotEvaluated(10, "newer ones came."))
+    kit.desk.evaluate(12, ROOT, soon(12))
+    kit.desk.run_ended(12)
+    kit.desk.may_train()
+    await kit.carry_out()
+    await kit.desk.trainer_said(frames.NotEvaluated(12, "newer ones came."))
+    assert [words.split()[1] for words in kit.said] == ["4", "10", "12"]
+
+
 async def test_the_last_evaluation_takes_as_long_as_it_shows_progress(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +385,21 @@ async def test_the_last_evaluation_takes_as_long_as_it_shows_progress(
     await asyncio.wait_for(waiting, 5)
     assert [e.found.losses for e in kit.evaluations] == [(2.0,)]
     assert kit.said == []
+
+
+async def test_how_far_an_evaluation_is_is_known_to_log_and_status(kit: Kit) -> None:
+    kit.desk.evaluate(4, ROOT, soon(4))
+    kit.desk.evaluate(6, ROOT, soon(6))
+    assert kit.telemetry.evaluates == "evaluating version 6"
+    await kit.desk.trainer_said(frames.Evaluating(4, (), (), 0.3))
+    kit.telemetry.run_ended(6)
+    assert kit.telemetry.now()[:2] == ("over", "evaluating version 4, 30 %")
+    kit.desk.run_ended(6)
+    kit.desk.may_train()
+    await kit.carry_out()
+    assert kit.telemetry.now()[:2] == ("over", "evaluating version 6")
+    await kit.desk.trainer_said(frames.Evaluated(6, (2.0,), (10,)))
+    assert kit.telemetry.now()[:2] == ("over", "")
 
 
 async def test_what_an_end_waits_for_is_said(kit: Kit) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest
 from p2pdiloco_node import tracker as module
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import TrackerConfig
 from p2pdiloco_node.lifetime import Leaving, run_life
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.tracker import Archive, Tracker
 from tests.unit.export.conftest import KeptRun
 
@@ -69,6 +71,17 @@ def test_run_listen_and_public_url_are_what_is_served_and_printed(
     public = "http://203.0.113.7:9"
     entered(config_of(monkeypatch, "--run", "run", "--listen", listen, "--public-url", public))
     assert f"--join {public}/#{kept.run.hex()}" in capsys.readouterr().out
+
+
+def test_a_second_tracker_is_not_told_to_serve_a_copy(
+    kept: KeptRun, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """Its witness would be in two places, which docs/tracker-host.md forbids."""
+    config = config_of(monkeypatch, "--run", "run", "--listen", f"127.0.0.1:{unused_tcp_port}")
+    with DataDir(kept.folder / "witness"), pytest.raises(OperatorError) as caught:
+        entered(config)
+    assert "stop it, or leave it running: a run has one tracker" in str(caught.value)
+    assert "a copy of its folder is never served" in str(caught.value)
 
 
 @pytest.mark.usefixtures("kept")

@@ -59,6 +59,21 @@ def test_a_reason_that_begins_with_the_state_is_said_once() -> None:
     )
 
 
+def test_an_end_that_waits_says_what_for_until_it_does_not() -> None:
+    """It was silent for as long as a slow machine evaluated the last version."""
+    kit = Kit()
+    kit.telemetry.stays = "others fetch the last entries"
+    kit.telemetry.evaluates = "evaluating version 2"
+    kit.telemetry.run_ended(2)
+    assert kit.line(0) == "over: evaluating version 2; version 2"
+    kit.telemetry.evaluates = "evaluating version 2, 30 %"
+    assert kit.line(9) == "over: evaluating version 2, 30 %; version 2"
+    assert kit.line(9) == ""
+    assert kit.line(1) == "over: evaluating version 2, 30 %; version 2"
+    kit.telemetry.evaluates = ""
+    assert kit.line(1) == "over: others fetch the last entries; version 2"
+
+
 def test_the_end_of_the_run_is_said_once() -> None:
     kit = Kit()
     kit.telemetry.run_ended(2)

@@ -82,7 +82,7 @@ def test_a_run_is_named_by_its_link_or_by_a_folder_whose_daemon_runs(tmp_path: P
     [
         (["pause", "http://127.0.0.1:9/"], 4, "Nobody answers: tried http://127.0.0.1:9 (refused)"),
         (["extend", "http://127.0.0.1:9/", "--tokens", "some"], 2, "not a number of tokens"),
-        (["finish", "http://127.0.0.1:9/"], 2, "say so with --yes"),
+        (["finish", "http://127.0.0.1:9/"], 4, "Nobody answers"),  # a question would name the run
         (["pause", "http://127.0.0.1:9/", "--wait-s", "0"], 2, "--wait-s is above 0"),
         (["recover", "http://127.0.0.1:9/", "--wait-s", "0"], 2, "--wait-s is above 0"),
         (["recover", "127.0.0.1:9"], 2, "has no scheme"),

@@ -51,8 +51,8 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def say_word(_seen: Any, wanted: Wanted, _key: Path, *, wait_s: float, agree: Any) -> Followed:
         assert wait_s > 0
-        if agree is not None and wanted.kind == "extend":
-            agree("It will most likely end before.")
+        if agree is not None and wanted.kind in ("extend", "finish", "revoke"):
+            agree("This is what will be.")
         return Followed(wanted.kind, 7, 3, 0, 1, "It is so.")
 
     async def rescue(_seen: Any, _key: Path, *, agree: Any, **_: Any) -> Recovered:
@@ -70,7 +70,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["pause", LINK], False),
         (["resume", LINK], False),
-        (["revoke", LINK, "node-1"], False),
+        (["revoke", LINK, "node-1"], True),
         (["extend", LINK, "--tokens", "1M"], True),
         (["finish", LINK], True),
         (["recover", LINK], True),

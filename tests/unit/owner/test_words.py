@@ -152,3 +152,29 @@ async def test_an_extend_that_will_move_nothing_is_asked_about_before_it_is_sign
     with pytest.raises(OperatorError, match="the word is not in the log"):
         await say_word(swarm.seen(run), more, swarm.key, wait_s=0.0)
     assert Ledger(swarm.key).word_of(run.id) is not None
+
+
+@pytest.mark.parametrize("kind", ["finish", "revoke"])
+async def test_what_cannot_be_taken_back_is_asked_with_its_run_and_node_before_it_is_signed(
+    swarm: Swarm, kind: str
+) -> None:
+    """`revoke` did not ask, and `finish` did not say which run it was about to end."""
+    chain = Chain(RUN)
+    chain.steps(2)
+    (await swarm.serve(RUN, A)).has(chain)
+    asked = []
+
+    def no(text: str) -> None:
+        asked.append(text)
+        raise OperatorError(text)
+
+    wanted = Wanted(kind, peer=A.peer_id.hex() if kind == "revoke" else "")
+    with pytest.raises(OperatorError, match="cannot be taken back"):
+        await say_word(seen_run(swarm), wanted, swarm.key, wait_s=0.0, agree=no)
+    assert Ledger(swarm.key).word_of(RUN.id) is None
+    assert f"run {RUN.spec.name!r} ({RUN.id.hex()[:16]}, version 2)" in asked[0]
+    if kind == "revoke":
+        assert f"'n{A.peer_id.hex()[:4]}' ({A.peer_id.hex()[:16]})" in asked[0]
+    with pytest.raises(OperatorError, match="the word is not in the log"):
+        await say_word(seen_run(swarm), wanted, swarm.key, wait_s=0.0)
+    assert Ledger(swarm.key).word_of(RUN.id) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -179,6 +180,40 @@ def test_the_run_says_what_it_waits_for(fake_run):
     run.owner("resume")
     run.owner("finish")
     assert (say(run).state.word, say(run).progress.share) == ("finished", 4000 / 2_000_000)  # by its owner
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_revoked_node_is_marked_and_named(fake_run, live):
+    """Its row went on as before, and the event named nobody."""
+    run = fake_run()
+    run.node(1, "mallory")
+    run.node(2, "ada")
+    run.listed()
+    run.step([(1, 1000, 3.0), (2, 1000, 3.0)])
+    run.owner("revoke", node=1)
+    run.step([(2, 1000, 3.0)])
+    run.node(1, "mallory", live=live)
+    run.listed()
+    status = say(run)
+    gone = row(status, "mallory")
+    assert (gone.state.word, gone.state.tone) == ("revoked", "bad")
+    assert "owner refuses its deltas" in gone.state.why
+    assert gone.last_outcome == "NOT_ADMITTED since version 1"
+    assert gone.tokens == 1000, "what it gave before counts"
+    assert status.nodes_by_state["revoked"] == 1
+    (event,) = [e for e in status.events if e.kind == "owner"]
+    assert event.text.startswith(f"the owner revoked mallory ({gone.who.fingerprint}):")
+    assert (row(status, "ada").state.word, row(status, "ada").last_outcome) == (
+        "training",
+        "ACCEPTED, version 2",
+    )
+
+
+def test_who_was_never_heard_of_is_revoked_by_its_fingerprint(fake_run):
+    run = fake_run()
+    run.owner("revoke", node=9)
+    (event,) = [e for e in say(run).events if e.kind == "owner"]
+    assert re.fullmatch("the owner revoked [0-9a-f]{8}: its deltas are refused from now on", event.text)
 
 
 def test_progress_counts_what_it_says_it_counts(fake_run):

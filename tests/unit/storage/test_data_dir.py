@@ -14,8 +14,8 @@ def test_the_second_daemon_hears_what_it_can_do(tmp_path: Path) -> None:
     with DataDir(tmp_path):
         with pytest.raises(OperatorError, match=r"stop it, or give this one a folder .* --data-dir"):
             DataDir(tmp_path).__enter__()
-        with pytest.raises(OperatorError, match=r"stop it, or copy the run's folder.$") as caught:
-            DataDir(tmp_path, otherwise="copy the run's folder").__enter__()
+        with pytest.raises(OperatorError, match=r"stop it, or leave it running.$") as caught:
+            DataDir(tmp_path, otherwise="leave it running").__enter__()
         assert "--data-dir" not in str(caught.value)
     with DataDir(tmp_path):
         pass  # free again
