@@ -59,7 +59,7 @@ from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
-from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
+from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY, others_in
 from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
@@ -405,7 +405,5 @@ def check_folder(out: Path) -> None:
         return
     if not out.is_dir():
         raise OperatorError(f"{out} is not a folder; choose another with --out.")
-    known = {BLOBS, WITNESS_KEY, MAKING}
-    others = sorted(p.name for p in guarded(lambda: list(out.iterdir()), out) if p.name not in known)
-    if others:
+    if others := guarded(lambda: others_in(out), out):
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
