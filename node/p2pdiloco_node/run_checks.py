@@ -162,7 +162,7 @@ def _model(model: ModelSpec, outer: OuterSpec) -> Iterator[str]:
     if positions is not None and model.seq_len > positions:
         yield (
             f"sequences of {model.seq_len:,} tokens are longer than the {positions:,} positions of "
-            f"{model.preset or model.family}: lower --seq-len to {positions:,}."
+            f"{model.preset or model.family}: lower --seq-len to {positions}."
         )
     if is_sparse(outer.codec) and all(is_raw(outer.codec, t) for t in model.tensors):
         yield (
@@ -213,7 +213,7 @@ def _links(spec: RunSpec, declared: Declared) -> Iterator[str]:
             thinner = "" if is_sparse(spec.outer.codec) else " choose --codec topk64,"
             yield (
                 f"a pass takes {t.pass_s:g} s, and its {amount(size)} {whom} take {seconds:,.0f} s at "
-                f"{mbit:g} Mbit/s {way}:{thinner} raise --pass-s to {math.ceil(4 * seconds):,}, or declare "
+                f"{mbit:g} Mbit/s {way}:{thinner} raise --pass-s to {math.ceil(4 * seconds)}, or declare "
                 f"faster links with --{way}-mbit."
             )
 
