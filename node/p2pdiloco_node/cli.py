@@ -22,7 +22,7 @@ from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco.exit_codes import OURS, USAGE
 from p2pdiloco_node import __version__, cli_model, cli_run
 from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
-from p2pdiloco_node.config import INTERNAL, Loaded, NodeConfig, TrackerConfig, load, nearest
+from p2pdiloco_node.config import INTERNAL, Loaded, NodeConfig, TrackerConfig, in_a_line, load, nearest
 
 # What a word without a flag most likely was meant for.
 LEFT_OUT = {"tracker": "--run", "node": "--join"}
@@ -360,7 +360,7 @@ def show(which: Literal["node", "tracker"] = "node", *, config: ConfigFile = Non
     shown = {key: origin for key, origin in loaded.origins.items() if key not in INTERNAL}
     width = max(map(len, shown))
     for key, origin in shown.items():
-        print(f"{key:{width}}  {getattr(loaded.values, key)!r:<24}  {origin}")
+        print(f"{key:{width}}  {in_a_line(getattr(loaded.values, key)):<24}  {origin}")
     return 0
 
 

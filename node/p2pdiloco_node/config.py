@@ -161,6 +161,15 @@ def load(
     return Loaded(_convert(kind, raw, origins), origins)
 
 
+def in_a_line(value: object) -> str:
+    """A setting as a person would write it; `-` where none is set."""
+    if value is None or value in ("", ()):
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """`; did you mean X?` or nothing."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
