@@ -52,6 +52,7 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
+from p2pdiloco.words import count_of
 from p2pdiloco_node.corpus.making import Planned, Request, forget_work, make_data, plan_data
 from p2pdiloco_node.corpus.token_input import token_bytes_for
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
@@ -378,8 +379,8 @@ def drop_others(blobs: Path, spec: RunSpec) -> None:
         wanted.discard(path.name)
     if wanted:
         raise OperatorError(
-            f"{blobs} lacks {len(wanted)} blobs of this run, which another call in the same folder must have "
-            "removed: give the same command again.",
+            f"{blobs} lacks {count_of(len(wanted), 'blob')} of this run, which another call in the same "
+            "folder must have removed: give the same command again.",
             FILES,
         )
 

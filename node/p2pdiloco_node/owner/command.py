@@ -16,6 +16,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.words import count_of
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink, parse_peers
 from p2pdiloco_node.export.kept import spec_in
@@ -112,8 +113,8 @@ def print_recovered(
     else:
         print(
             f"Epoch {done.epoch} began at entry {done.index}, from version {done.version:,}: "
-            f"{', '.join(done.committee)} certify from here on, {done.following} peers follow so far. Who "
-            "was away follows when it comes back."
+            f"{', '.join(done.committee)} certify from here on, followed by "
+            f"{count_of(done.following, 'peer')} so far. Who was away follows when it comes back."
         )
     return 0
 

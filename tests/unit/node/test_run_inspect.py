@@ -46,7 +46,7 @@ def test_people_read_every_figure_with_its_unit() -> None:
     text = printed()
     for words in (
         "Run poems", RUN.hex(), OWNER.public_key.hex(), "llama (simulated)", "160 in 2 tensors", "8 tokens",
-        "1,024 tokens, 1,024 bytes of text", "4 inner steps (H), or 4 s", "1 sequences, 8 tokens",
+        "1,024 tokens, 1,024 bytes of text", "4 inner steps (H), or 4 s", "1 sequence, 8 tokens",
         "0.001, down to 0.1 of it at the target", "beta 0.9 and 0.95, weight decay 0.1", "clipped to norm 1",
         "fp16: a delta is 1 MiB (368 bytes)", "0.5 alone, 0.65 with eight nodes", "exponential decay",
         "after 16 rounds", "at most 3; begins with the witness alone", "every 1 s; 3 to 6 s",
