@@ -22,10 +22,11 @@ from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco.exit_codes import OURS, USAGE
 from p2pdiloco_node import __version__, cli_model, cli_run
 from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
-from p2pdiloco_node.config import INTERNAL, Loaded, NodeConfig, TrackerConfig, load, nearest
+from p2pdiloco_node.config import INTERNAL, Loaded, NodeConfig, TrackerConfig, in_a_line, load, nearest
 
 # What a word without a flag most likely was meant for.
 LEFT_OUT = {"tracker": "--run", "node": "--join"}
+FREE_TEXT = ("--prompt", "--name")  # what comes behind is more of it, whatever flag is left out
 INTERRUPTED = 130
 MISSPELT = re.compile(r"Did you mean (?P<flag>\S+) instead of (?P<word>[^\s?]+)")
 
@@ -359,7 +360,7 @@ def show(which: Literal["node", "tracker"] = "node", *, config: ConfigFile = Non
     shown = {key: origin for key, origin in loaded.origins.items() if key not in INTERNAL}
     width = max(map(len, shown))
     for key, origin in shown.items():
-        print(f"{key:{width}}  {getattr(loaded.values, key)!r:<24}  {origin}")
+        print(f"{key:{width}}  {in_a_line(getattr(loaded.values, key)):<24}  {origin}")
     return 0
 
 
@@ -429,8 +430,7 @@ def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
     if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
         word = error.unused_tokens[0]
         command = " ".join(error.command_chain or ())
-        flag = LEFT_OUT.get(command)
-        meant = f"; did you mean {flag} {shlex.quote(word)}?" if flag else ""
+        meant = _meant(word, command, arguments, LEFT_OUT.get(command, ""))
         return f"{word!r} stands alone, without a flag before it{meant} (see p2pdiloco {command} --help)"
     text = " ".join(str(error).split())
     # A slip in the name of a flag that is needed: cyclopts speaks of the flag that is missing.
@@ -443,8 +443,32 @@ def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
             return f"{lacking} stands without a value (an unset variable?; see {_help(arguments)})"
         unknown = next((w for w in error.unused_tokens or () if w.startswith("--")), "")
         slip_too = f"there is no flag {unknown.split('=')[0]}, and " if unknown else ""
-        return f"{slip_too}{command} needs {lacking} (see {_help(arguments)})"
+        alone = next((w for w in error.unused_tokens or () if not w.startswith("-")), "")
+        meant = _meant(alone, command, arguments, lacking) if alone and not unknown else ""
+        return f"{slip_too}{command} needs {lacking}{meant} (see p2pdiloco {command} --help)"
     return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
+
+
+def _meant(word: str, command: str, arguments: Sequence[str], lacking: str) -> str:
+    """What a word that stands alone most likely is: more of a value, or the value of the flag that lacks."""
+    before, flag = "", ""  # the value in front of the word, and the flag in front of that
+    for argument in arguments[len(command.split()) :]:
+        if argument == word and before:
+            break
+        if argument.startswith("--"):
+            flag, _, before = argument.partition("=")
+        else:
+            before = argument
+    else:
+        before, flag = "", ""
+    if lacking and not any(a.partition("=")[0] == lacking for a in arguments) and flag not in FREE_TEXT:
+        return f"; did you mean {lacking} {shlex.quote(word)}?"
+    if command == "export" and before and not flag:  # from left to right, as cp has it
+        source = "--join" if "://" in before else "--run"
+        return f"; did you mean {source} {shlex.quote(before)} {shlex.quote(word)}?"
+    if not before:
+        return ""
+    return f'; quote a value with blanks: {flag}{" " if flag else ""}"{before} {word} ..."'
 
 
 def _help(arguments: Sequence[str]) -> str:

@@ -161,6 +161,15 @@ def load(
     return Loaded(_convert(kind, raw, origins), origins)
 
 
+def in_a_line(value: object) -> str:
+    """A setting as a person would write it; `-` where none is set."""
+    if value is None or value in ("", ()):
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """`; did you mean X?` or nothing."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
@@ -199,8 +208,11 @@ def parse_address(text: str, what: str) -> HostPort:
     return HostPort(host, port)
 
 
-def parse_join(text: str) -> JoinLink:
-    """`http(s)://HOST:PORT/#RUNID`, or the bare address. Raises: OperatorError (usage) with the remedy."""
+def parse_join(text: str, what: str = "--join") -> JoinLink:
+    """`http(s)://HOST:PORT/#RUNID`, or the bare address. `what`: where it was given.
+
+    Raises: OperatorError (usage) with the remedy.
+    """
     text = text.strip()
     if not text:
         raise OperatorError(
@@ -214,11 +226,11 @@ def parse_join(text: str) -> JoinLink:
         port = -1
     if "://" not in text:
         hint = f"http://{text}" if port and port > 0 and "//" not in text else "http://HOST:PORT/#RUNID"
-        raise OperatorError(f"--join {text!r} has no scheme: write {hint}.", USAGE)
+        raise OperatorError(f"{what} {text!r} has no scheme: write {hint}.", USAGE)
     if parts.scheme not in ("http", "https"):
-        raise OperatorError(f"--join {text!r}: the scheme is http or https, not {parts.scheme!r}.", USAGE)
+        raise OperatorError(f"{what} {text!r}: the scheme is http or https, not {parts.scheme!r}.", USAGE)
     if not parts.hostname or port == -1 or parts.username or parts.query or parts.path not in ("", "/"):
-        raise OperatorError(f"--join {text!r} is not an address: write http://HOST:PORT/#RUNID.", USAGE)
+        raise OperatorError(f"{what} {text!r} is not an address: write http://HOST:PORT/#RUNID.", USAGE)
     run: RunId | None = None
     if parts.fragment:
         try:
@@ -227,7 +239,7 @@ def parse_join(text: str) -> JoinLink:
             run = None
         if run is None or len(run) != 32:
             raise OperatorError(
-                f"--join: {parts.fragment[:80]!r} after # is not a RunId (64 hex digits): copy the line "
+                f"{what}: {parts.fragment[:80]!r} after # is not a RunId (64 hex digits): copy the line "
                 "that the tracker printed.", USAGE,
             )  # fmt: skip
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname

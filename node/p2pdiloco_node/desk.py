@@ -26,6 +26,7 @@ from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import AdoptState, Settled
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.messages import DeltaHeader
+from p2pdiloco.words import count_of
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training import frames
@@ -222,7 +223,7 @@ class TrainerDesk:
         self._evaluation_over()
         if root is not None and found is not None and found.version == version and found.losses:
             known = len(found.losses)
-            what = f"is evaluated here on the first {known} evaluation sets alone"
+            what = f"is evaluated here on the first {count_of(known, 'evaluation set')} alone"
             self._telemetry.say("evaluation", f"Version {version} {what}: {why}")
             self._on_evaluated(Evaluation(root, frames.Evaluated(version, found.losses, found.tokens)))
         elif root is not None and (why != self._not_evaluated_why or self.over.is_set()):

@@ -14,12 +14,12 @@ import aiohttp
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
-from p2pdiloco.exit_codes import NETWORK
+from p2pdiloco.exit_codes import NETWORK, RUN
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.config import HostPort, JoinLink, parse_join
-from p2pdiloco_node.contact import fetch_run_spec
+from p2pdiloco_node.contact import fetch_run_spec, greet
 from p2pdiloco_node.run_folder import LINK, SPEC
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
@@ -55,6 +55,8 @@ async def find_run(
     kept = _kept_link(data.root)
     link = join or kept
     wanted = (join.run if join else None) or (kept.run if kept else None)
+    if join is not None and join.run is None and wanted is not None:
+        await _check_served(session, join.url, data, wanted)
     if kept is not None and kept.run is not None and wanted != kept.run:
         log.info("This data folder was in run %s before.", kept.run.hex()[:16])
     here = _kept_run(data, wanted) if wanted is not None else None
@@ -70,6 +72,29 @@ async def find_run(
         log.info("The run is %s (%s): pinned in %s from now on.", spec.name, run.hex(), data.root)
         replace_file(data.files, data.root / LINK, f"{link.url}/#{run.hex()}\n".encode())
     return Found(run, spec, signed, link)
+
+
+async def _check_served(session: aiohttp.ClientSession, url: str, data: DataDir, pinned: RunId) -> None:
+    """A bare address names whatever run it serves, which may not be the folder's.
+
+    A tracker that is away, or of another build, does not keep a node from its run.
+
+    Raises: OperatorError: it serves another run.
+    """
+    try:
+        served = (await greet(session, url)).run
+        if served == pinned:
+            return
+        _, spec, _ = await fetch_run_spec(session, url, served)
+    except (TransportError, OperatorError):
+        return
+    here = _kept_run(data, pinned)
+    belongs = f"{here[0].name} ({pinned.hex()[:16]})" if here else f"run {pinned.hex()[:16]}"
+    raise OperatorError(
+        f"{url} serves run {spec.name} ({served.hex()[:16]}), and {data.root} belongs to {belongs}: take "
+        f"another --data-dir, or join with the whole link, {url}/#{served.hex()}",
+        RUN,
+    )
 
 
 def check_named(root: Path, join: JoinLink | None, peers: Sequence[HostPort]) -> None:

@@ -35,6 +35,7 @@ from p2pdiloco_node.training.memory_plan import MemoryPlan, amount, plan_memory
 
 LATE_SHARE = 0.25  # of a pass: who needs longer for a delivery is told so at join (protocol.md 5)
 DECLARED_MAX = 1_000_000  # Mbit/s of a link or GiB of memory: more is a slip
+CANNOT_WORK = "this run cannot work: "
 
 
 class Declared(NamedTuple):
@@ -109,23 +110,38 @@ def check_parts(
 
 def check_run(spec: RunSpec, declared: Declared) -> list[str]:
     """Everything; sentences that only warn. Raises: OperatorError with every sentence that refuses."""
-    step = spec.tokens_per_inner_step
-    refused = [
-        *contradictions(spec),
-        *_sparse(spec.outer),
-        *_targets(spec.inner, spec.target_tokens, spec.target_version, step),
-        *_model(spec.model, spec.outer),
-        *_data(spec),
-        *_links(spec, declared),
-        *_memory(spec, declared),
+    _raise(
+        [*_faults(spec), *map(": ".join, _links(spec, declared)), *map(": ".join, _memory(spec, declared))]
+    )
+    return [*map(" ".join, _late(spec, declared)), *_rare(spec)]
+
+
+def about_a_node(spec: RunSpec, declared: Declared) -> list[str]:
+    """Sentences for who reads of a run that is there: what such a node cannot; the run stays as it is."""
+    faults = list(_faults(spec))
+    return [
+        *([CANNOT_WORK + "\n".join(faults)] if faults else []),
+        *(f"Such a node cannot keep up: {fact}." for fact, _ in _links(spec, declared)),
+        *(f"Such a node cannot take part: {fact}." for fact, _ in _memory(spec, declared)),
+        *(fact for fact, _ in _late(spec, declared)),
+        *_rare(spec),
     ]
-    _raise(refused)
-    return list(_warnings(spec, declared))
+
+
+def _faults(spec: RunSpec) -> Iterator[str]:
+    """Of the run itself, whatever nodes it has."""
+    yield from contradictions(spec)
+    yield from _sparse(spec.outer)
+    yield from _targets(
+        spec.inner, spec.target_tokens, spec.target_version, spec.tokens_per_inner_step
+    )  # fmt: skip
+    yield from _model(spec.model, spec.outer)
+    yield from _data(spec)
 
 
 def _raise(sentences: list[str]) -> None:
     if sentences:
-        raise OperatorError("this run cannot work: " + "\n".join(sentences), USAGE)
+        raise OperatorError(CANNOT_WORK + "\n".join(sentences), USAGE)
 
 
 def _sparse(outer: OuterSpec) -> Iterator[str]:
@@ -162,7 +178,7 @@ def _model(model: ModelSpec, outer: OuterSpec) -> Iterator[str]:
     if positions is not None and model.seq_len > positions:
         yield (
             f"sequences of {model.seq_len:,} tokens are longer than the {positions:,} positions of "
-            f"{model.preset or model.family}: lower --seq-len to {positions:,}."
+            f"{model.preset or model.family}: lower --seq-len to {positions}."
         )
     if is_sparse(outer.codec) and all(is_raw(outer.codec, t) for t in model.tensors):
         yield (
@@ -201,8 +217,8 @@ def _data(spec: RunSpec) -> Iterator[str]:
             )
 
 
-def _links(spec: RunSpec, declared: Declared) -> Iterator[str]:
-    """A pass shorter than its transfer: deltas would pile up for ever."""
+def _links(spec: RunSpec, declared: Declared) -> Iterator[tuple[str, str]]:
+    """A pass shorter than its transfer: deltas would pile up for ever. What is so, and what to do."""
     t = traffic(spec, declared)
     ways = (
         ("up", t.up_s, t.up_bytes, declared.up_mbit, f"to {t.voters} voters"),
@@ -210,33 +226,38 @@ def _links(spec: RunSpec, declared: Declared) -> Iterator[str]:
     )
     for way, seconds, size, mbit, whom in ways:
         if seconds > t.pass_s:
-            thinner = "" if is_sparse(spec.outer.codec) else " choose --codec topk64,"
-            yield (
+            thinner = "" if is_sparse(spec.outer.codec) else "choose --codec topk64, "
+            fact = (
                 f"a pass takes {t.pass_s:g} s, and its {amount(size)} {whom} take {seconds:,.0f} s at "
-                f"{mbit:g} Mbit/s {way}:{thinner} raise --pass-s to {math.ceil(4 * seconds):,}, or declare "
-                f"faster links with --{way}-mbit."
+                f"{mbit:g} Mbit/s {way}"
             )
+            to_mend = f"{thinner}raise --pass-s to {math.ceil(4 * seconds)}, or declare faster links with "
+            yield fact, f"{to_mend}--{way}-mbit."
 
 
-def _memory(spec: RunSpec, declared: Declared) -> Iterator[str]:
+def _memory(spec: RunSpec, declared: Declared) -> Iterator[tuple[str, str]]:
     if declared.memory_gb is None:
         return
     plan = memory(spec, declared.memory_gb)
     if plan.missing:
-        yield (
+        fact = (
             f"{spec.model.preset or spec.model.family} with {spec.model.params:,} parameters needs "
-            f"{amount(plan.gpu)} at least, and {declared.memory_gb:g} GiB are declared: choose a smaller "
-            "model or shorter sequences, or raise --memory-gb."
+            f"{amount(plan.gpu)} at least, and {declared.memory_gb:g} GiB are declared"
         )
+        yield fact, "choose a smaller model or shorter sequences, or raise --memory-gb."
 
 
-def _warnings(spec: RunSpec, declared: Declared) -> Iterator[str]:
+def _late(spec: RunSpec, declared: Declared) -> Iterator[tuple[str, str]]:
     t = traffic(spec, declared)
     if t.up_share > LATE_SHARE:
-        yield (
+        fact = (
             f"Delivering a delta takes {t.up_share:.0%} of a pass at {declared.up_mbit:g} Mbit/s up: nodes "
-            "with slower links will always be late. A longer --pass-s or a topk codec helps."
+            "with slower links will always be late."
         )
+        yield fact, "A longer --pass-s or a topk codec helps."
+
+
+def _rare(spec: RunSpec) -> Iterator[str]:
     if spec.target_version and spec.eval_every > spec.target_version:
         yield f"Evaluations are every {spec.eval_every:,} versions: there will be one at the end alone."
 

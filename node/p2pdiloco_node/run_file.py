@@ -6,6 +6,7 @@ that does not exist is refused with the nearest one that does.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from p2pdiloco_node.config import nearest
 from p2pdiloco_node.run_fields import in_words
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+GROUPED = re.compile(r"\d{1,3}(,\d{3})+[KMGTkmgt]?")  # as every output prints it
 
 
 def _fields(kind: type[msgspec.Struct], *, without: str = "") -> dict[str, Any]:
@@ -117,8 +119,10 @@ def _unknown_table(name: str, table: object) -> str:
 
 
 def parse_tokens(text: str, what: str = "--tokens") -> int:
-    """`20M` and the like. Raises: OperatorError (usage)."""
+    """`20M`, `1,300,000` and the like. Raises: OperatorError (usage)."""
     number, unit = text.strip(), 1
+    if GROUPED.fullmatch(number):
+        number = number.replace(",", "")
     if number[-1:].upper() in UNITS:
         number, unit = number[:-1], UNITS[number[-1:].upper()]
     try:

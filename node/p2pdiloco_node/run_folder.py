@@ -1,5 +1,9 @@
 """What lies where in a run's folder, in a witness's or node's own folder of a run, and in a data folder."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 # A run's folder: what `run new` makes, and what its tracker adds.
 SPEC = "spec.bin"  # in a node's folder of the run as well
 BLOBS = "blobs"
@@ -18,3 +22,9 @@ ADDRESS = "address.json"  # where its daemon answers; in a data folder for a nod
 RUN = "run"  # what `demo --keep` keeps
 RUNS = "runs"  # in a data folder
 LINK = "join"  # which run a data folder is pinned to
+
+
+def others_in(folder: Path) -> list[str]:
+    """Names in a folder that no `run new` made there: a new run needs one without. Raises: OSError."""
+    known = {BLOBS, WITNESS_KEY, MAKING}
+    return sorted(p.name for p in folder.iterdir() if p.name not in known)

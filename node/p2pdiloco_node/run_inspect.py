@@ -15,6 +15,7 @@ from p2pdiloco.rules.delta_layout import encoded_size
 from p2pdiloco.rules.state import RulesState
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.log import OwnerEntry
+from p2pdiloco.words import count_of
 from p2pdiloco_node.run_checks import Declared, memory, traffic
 from p2pdiloco_node.training.memory_plan import amount, in_words
 
@@ -164,11 +165,11 @@ def _model(spec: RunSpec) -> list[Row]:
 def _data(spec: RunSpec) -> list[Row]:
     data = spec.data
     tokens, size = sum(s.tokens for s in data.shards), sum(b.size for b in data.blobs)
-    tokenizer = data.tokenizer
+    tokenizer, shards = data.tokenizer, count_of(len(data.shards), "shard")
     return [
-        ("tokens", f"{tokens:,} in {len(data.shards):,} shards, {data.token_bytes} bytes each when opened"),
+        ("tokens", f"{tokens:,} in {shards}, {count_of(data.token_bytes, 'byte')} each when opened"),
         ("of the target", f"{spec.target_tokens / max(1, tokens):.2f} times over the data"),
-        ("to fetch", f"{amount(size)} in all; a node reads {data.window_shards} shards at once"),
+        ("to fetch", f"{amount(size)} in all; a node reads {count_of(data.window_shards, 'shard')} at once"),
         (
             "tokenizer",
             f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens; {tokenizer.end_token} ends a document",
@@ -186,12 +187,12 @@ def _data(spec: RunSpec) -> list[Row]:
 def _inner(spec: RunSpec) -> list[Row]:
     inner, step = spec.inner, spec.tokens_per_inner_step
     return [
-        ("a pass", f"{inner.inner_steps:,} inner steps (H), or {inner.pass_s:g} s"),
-        ("an inner step", f"{inner.sequences_per_step:,} sequences, {step:,} tokens"),
+        ("a pass", f"{count_of(inner.inner_steps, 'inner step')} (H), or {inner.pass_s:g} s"),
+        ("an inner step", f"{count_of(inner.sequences_per_step, 'sequence')}, {step:,} tokens"),
         ("a full pass", f"{inner.inner_steps * step:,} tokens of one node"),
         ("learning rate", f"{inner.lr:g}, down to {inner.lr_min_share:g} of it at the target"),
         ("warm-up", f"{inner.warmup_tokens:,} tokens of the run"),
-        ("after joining", f"{inner.moments_warmup_steps:,} steps until AdamW's moments are warm"),
+        ("after joining", f"{count_of(inner.moments_warmup_steps, 'step')} until AdamW's moments are warm"),
         ("AdamW", f"beta {inner.beta1:g} and {inner.beta2:g}, weight decay {inner.weight_decay:g}"),
         ("gradients", f"clipped to norm {inner.clip_norm:g}"),
     ]
@@ -217,7 +218,7 @@ def _committee(spec: RunSpec) -> list[Row]:
     return [
         ("seats", f"at most {c.size_max}; begins with {_seats(c.genesis.size)}"),
         ("witness", PeerId(c.genesis.witness).hex()),
-        ("an aggregator serves", f"{c.rotation} outer steps"),
+        ("an aggregator serves", count_of(c.rotation, "outer step")),
         (
             "heartbeats",
             f"every {c.heartbeat_s:g} s; {c.timeout_s_min:g} to {c.timeout_s_max:g} s are silence",
@@ -235,9 +236,10 @@ def _seats(size: int) -> str:
 
 def _targets(spec: RunSpec) -> list[Row]:
     version = f"or {spec.target_version:,} outer steps" if spec.target_version else "no limit of outer steps"
+    versions = count_of(spec.eval_every, "version")
     rows = [
         ("the run is over after", f"{spec.target_tokens:,} tokens, {version}"),
-        ("evaluation", f"every {spec.eval_every:,} versions, by {spec.evaluators_max} nodes at most"),
+        ("evaluation", f"every {versions}, by {count_of(spec.evaluators_max, 'node')} at most"),
     ]
     if spec.samples.prompts:
         rows.append(("samples", f"{spec.samples.tokens} tokens after each prompt"))
@@ -252,7 +254,7 @@ def _traffic(spec: RunSpec, declared: Declared) -> list[Row]:
     up = f"{_seconds(t.up_s)} at {declared.up_mbit:g} Mbit/s, {t.up_share:.0%} of a pass"
     down = f"{_seconds(t.down_s)} at {declared.down_mbit:g} Mbit/s"
     return [
-        ("up, in a pass", f"{amount(t.up_bytes)} to {t.voters} voters: {up}"),
+        ("up, in a pass", f"{amount(t.up_bytes)} to {count_of(t.voters, 'voter')}: {up}"),
         ("down, in a pass", f"{amount(t.down_bytes)} with {limits.planned_nodes} nodes: {down}"),
         ("at the beginning", f"{amount(8 * spec.model.params)} of params and momentum, and data"),
     ]

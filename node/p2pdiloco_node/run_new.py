@@ -52,6 +52,7 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
+from p2pdiloco.words import count_of
 from p2pdiloco_node.corpus.making import Planned, Request, forget_work, make_data, plan_data
 from p2pdiloco_node.corpus.token_input import token_bytes_for
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
@@ -59,7 +60,7 @@ from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
-from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY
+from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY, others_in
 from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
@@ -378,8 +379,8 @@ def drop_others(blobs: Path, spec: RunSpec) -> None:
         wanted.discard(path.name)
     if wanted:
         raise OperatorError(
-            f"{blobs} lacks {len(wanted)} blobs of this run, which another call in the same folder must have "
-            "removed: give the same command again.",
+            f"{blobs} lacks {count_of(len(wanted), 'blob')} of this run, which another call in the same "
+            "folder must have removed: give the same command again.",
             FILES,
         )
 
@@ -405,7 +406,5 @@ def check_folder(out: Path) -> None:
         return
     if not out.is_dir():
         raise OperatorError(f"{out} is not a folder; choose another with --out.")
-    known = {BLOBS, WITNESS_KEY, MAKING}
-    others = sorted(p.name for p in guarded(lambda: list(out.iterdir()), out) if p.name not in known)
-    if others:
+    if others := guarded(lambda: others_in(out), out):
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")

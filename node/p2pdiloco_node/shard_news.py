@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import DataSpec
+from p2pdiloco.words import count_of
 
 log = logging.getLogger("p2pdiloco.node")
 PROGRESS_EVERY_S = 60.0
@@ -90,10 +91,11 @@ class ShardNews:
     def progress(self, here: int, todo: int) -> None:
         """`here`: shards; `todo`: bytes that are wanted and not here. A line a minute, and one at the end."""
         now, total = self._clock(), len(self._data.shards)
+        shards = count_of(total, "shard is", "shards are")
         if todo == 0:
             if here > self._complete:
                 enough = "" if here == total else ", as many as --data-disk and the disk allow"
-                log.info("The run's data: %d of %d shards are here%s.", here, total, enough)
+                log.info("The run's data: %d of %s here%s.", here, shards, enough)
                 self._complete = here
             self._bytes, self._since = 0, now
         elif now - self._since >= PROGRESS_EVERY_S:
@@ -101,5 +103,5 @@ class ShardNews:
             eta = (
                 f"about {todo / rate / 60:,.0f} min for {todo / 1e6:,.0f} MB more" if rate else "nothing came"
             )
-            log.info("The run's data: %d of %d shards are here, %.1f MB/s, %s.", here, total, rate / 1e6, eta)
+            log.info("The run's data: %d of %s here, %.1f MB/s, %s.", here, shards, rate / 1e6, eta)
             self._bytes, self._since = 0, now

@@ -19,6 +19,7 @@ from p2pdiloco.status.curve import LATE_ROUNDS
 from p2pdiloco.status.names import clean_text
 from p2pdiloco.status.read_model import NodeView, View, Word
 from p2pdiloco.wire.messages import DeltaReceipt, NodeReport, Outcome
+from p2pdiloco.words import count_of
 from p2pdiloco_node import __version__
 
 log = logging.getLogger("p2pdiloco.node")
@@ -184,7 +185,8 @@ class Telemetry:
             self._version_said_at = self._clock() if due else self._version_said_at
             log.log(
                 logging.INFO if due else logging.DEBUG,
-                "version %d: %d deltas, %d refused, %d tokens", step.version, len(step.contributions),
+                "version %d: %s, %d refused, %d tokens", step.version,
+                count_of(len(step.contributions), "delta"),
                 len(step.refused), step.clock,
             )  # fmt: skip
         if self.on_installed is not None:

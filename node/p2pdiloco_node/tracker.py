@@ -45,10 +45,11 @@ from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.page_feed import PageFeed
 from p2pdiloco_node.participant import Participant, Setting, deltas_named
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.run_folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY
+from p2pdiloco_node.run_folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY, others_in
 from p2pdiloco_node.status_page import StatusPage
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.storage.files import guarded
 from p2pdiloco_node.storage.keys import load_key
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 from p2pdiloco_node.telemetry import Telemetry
@@ -408,8 +409,14 @@ def _open_run(folder: Path) -> tuple[RunId, RunSpec, bytes]:
     try:
         signed = (folder / SPEC).read_bytes()
     except FileNotFoundError:
+        taken = folder.is_dir() and guarded(
+            lambda: others_in(folder), folder
+        )  # run new refuses such a folder
+        make = "one in another folder" if taken else "one"
+        out = "DIR" if taken else folder
         raise OperatorError(
-            f"There is no run in {folder}: make one with p2pdiloco run new --out {folder}."
+            f"There is no run in {folder}: name a run's folder, or make {make} with p2pdiloco run new --out "
+            f"{out}."
         ) from None
     except OSError as error:
         raise OperatorError(f"{folder / SPEC} cannot be read: {error.strerror}.") from None

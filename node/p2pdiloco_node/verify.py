@@ -39,6 +39,7 @@ from p2pdiloco.wire.envelope import verify_entry
 from p2pdiloco.wire.log import Content, Entry, OuterStep, state_root
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco.words import count_of
 from p2pdiloco_node.export.chain import entries_in
 from p2pdiloco_node.export.kept import Kept, blob_paths, has_blob, locate, offers, read_blob
 from p2pdiloco_node.ports import Array
@@ -98,9 +99,10 @@ def print_verified(folder: Path, *, as_json: bool) -> int:
     if verified.first_version:
         print(f"Older deltas were dropped: states are replayed from version {verified.first_version} on.")
     print(
-        f"Run {verified.name!r} ({verified.run.hex()[:16]}) verifies: {verified.entries} entries, versions "
-        f"{verified.first_version} to {verified.version}, {verified.deltas} deltas, "
-        f"{verified.blobs} blobs of data and version 0; state {verified.state_root.hex()[:16]}."
+        f"Run {verified.name!r} ({verified.run.hex()[:16]}) verifies: "
+        f"{count_of(verified.entries, 'entry', 'entries')}, versions "
+        f"{verified.first_version} to {verified.version}, {count_of(verified.deltas, 'delta')}, "
+        f"{count_of(verified.blobs, 'blob')} of data and version 0; state {verified.state_root.hex()[:16]}."
     )
     return 0
 

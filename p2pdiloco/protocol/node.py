@@ -39,6 +39,7 @@ from p2pdiloco.rules.state import RulesState
 from p2pdiloco.wire import messages as msg
 from p2pdiloco.wire.log import Committee, Content, Entry, OuterStep, OwnerEntry, changes_committee
 from p2pdiloco.wire.log import Membership as MembershipEntry
+from p2pdiloco.words import count_of
 
 __all__ = ["Identity", "Node", "Restored"]
 
@@ -312,7 +313,7 @@ class Node:
         self._election.installed(content, certificate.term, last=certificate.last, current=current)
         if changes_committee(content):
             size = self._log.committee_at(index).size
-            self._ctx.say("committee", f"{size} voters from index {index + 1} on")
+            self._ctx.say("committee", f"{count_of(size, 'voter')} from index {index + 1} on")
             self._delivery.offer(self._log.committee, held_here=self._pool.mine(self._applied.rules))
         if isinstance(content, OwnerEntry):
             if content.word.owner_sequence:

@@ -36,6 +36,7 @@ from p2pdiloco.wire.messages import (
     RequestVotes,
     Vote,
 )
+from p2pdiloco.words import count_of
 
 # Whoever says one of these in an epoch that is over acts in it, and is told.
 _ACTS = (DeltaHeader, Heartbeat, PreVote, Proposal, RequestVotes, Vote)
@@ -142,7 +143,8 @@ class Recovery:
         log = self._log
         self._ctx.say(
             "recovery",
-            f"{log.index - index} entries after {index} are lost: the owner's recovery goes on without them",
+            f"{count_of(log.index - index, 'entry is', 'entries are')} lost, those after {index}: the "
+            "owner's recovery goes on without",
         )
         version, epoch = log.version_at(index), log.epoch
         log.cut(index)

@@ -74,9 +74,10 @@ class Trainee:
         bases = [self._stands_on, *(h.base_version for h in self._delivery.in_flight)]
         lost = self._lost or max(bases) > rules.version
         reset = away or lost
+        newcomer = self._stands_on == 0 and not self._delivery.in_flight  # it has nothing to begin afresh
         if reset:
             self._delivery.clear()
-        if away and not lost:
+        if away and not lost and not newcomer:
             self._ctx.say(
                 "absence", f"away since version {self._stands_on}: starting afresh from {rules.version}"
             )

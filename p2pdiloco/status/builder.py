@@ -44,6 +44,7 @@ from p2pdiloco.wire.log import (
     open_body,
 )
 from p2pdiloco.wire.messages import EvalReport
+from p2pdiloco.words import count_of
 
 HOUR_S = 3600.0
 
@@ -435,7 +436,7 @@ class StatusBuilder:
             return
         changes = [f"{self.name_of(p).name} takes a seat" for p in new.members if p not in before]
         changes += [f"{self.name_of(p).name} gives up a seat" for p in sorted(before - after)]
-        self.event("committee", f"{'; '.join(changes)} ({new.size} seats)", when_unix=when)
+        self.event("committee", f"{'; '.join(changes)} ({count_of(new.size, 'seat')})", when_unix=when)
 
     def _owner_said(self, word: OwnerWord, when: float | None) -> None:
         kind = word.kind

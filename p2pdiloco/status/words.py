@@ -11,6 +11,7 @@ from p2pdiloco import limits
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.status.names import clean_text
 from p2pdiloco.status.read_model import EvalPoint, Word
+from p2pdiloco.words import count_of
 
 TONES = {
     "joining": "busy",
@@ -146,7 +147,7 @@ def _reached(f: RunFacts) -> bool:
 
 
 def _nodes(n: int) -> str:
-    return "1 node is" if n == 1 else f"{n} nodes are"
+    return count_of(n, "node is", "nodes are")
 
 
 def _ago(seconds: float) -> str:

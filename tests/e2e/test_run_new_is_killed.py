@@ -73,9 +73,15 @@ def version_0(out: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
-def test_the_same_command_goes_on(folder: Path, how: signal.Signals) -> None:
-    for reached in (tokenising, version_0):
+@pytest.mark.parametrize(
+    "hows",
+    [
+        pytest.param((signal.SIGTERM, signal.SIGKILL), id="SIGTERM, SIGKILL"),
+        pytest.param((signal.SIGKILL, signal.SIGTERM), id="SIGKILL, SIGTERM", marks=pytest.mark.long),
+    ],
+)
+def test_the_same_command_goes_on(folder: Path, hows: tuple[signal.Signals, ...]) -> None:
+    for reached, how in zip((tokenising, version_0), hows, strict=True):
         command = Command(folder)
         said = command.end_when(lambda reached=reached, out=command.out: reached(out), how)
         # 130 as for Ctrl-C, with its sentence; a process that is killed says nothing.

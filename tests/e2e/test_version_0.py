@@ -46,7 +46,8 @@ def test_a_preset_is_initialised_by_its_seed() -> None:
 
 def test_why_it_failed_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}))
+    sizes = {"hidden_size": 30, "num_attention_heads": 4, "num_hidden_layers": 1}
+    file.write_text(json.dumps({"model_type": "llama", **sizes}))
     with pytest.raises(
         OperatorError, match="version 0 is not made: a model of the family 'llama' cannot be made"
     ) as e:

@@ -10,7 +10,7 @@ import pytest
 # Lower layers first; a module may import from lower layers and from its own group, nothing else.
 # One string is one group: names separated by blanks may import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("p2pdiloco.errors", "p2pdiloco.exit_codes", "p2pdiloco.ids", "p2pdiloco.limits"),
+    ("p2pdiloco.errors", "p2pdiloco.exit_codes", "p2pdiloco.ids", "p2pdiloco.limits", "p2pdiloco.words"),
     ("p2pdiloco.wire",),
     ("p2pdiloco.run_spec",),
     ("p2pdiloco.rules",),

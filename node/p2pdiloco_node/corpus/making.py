@@ -19,6 +19,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import DataSpec
+from p2pdiloco.words import count_of
 from p2pdiloco_node.corpus import packing, reading, tokenising
 from p2pdiloco_node.corpus.documents import Index
 from p2pdiloco_node.corpus.held_out import Split, choose_held_out
@@ -201,24 +202,24 @@ class _Making:
     def _say_read(self, counted: Counted) -> None:
         """Raises: OperatorError: too much is broken, or there is too much of it."""
         documents = counted.documents + counted.empty + counted.broken
-        text = f"Read {counted.documents:,} documents, {amount(counted.size)} of text"
-        text += f"; {counted.empty:,} were empty" if counted.empty else ""
+        of_all = f"{counted.broken:,} of {count_of(documents, 'document is', 'documents are')} broken"
+        text = f"Read {count_of(counted.documents, 'document')}, {amount(counted.size)} of text"
+        text += f"; empty: {counted.empty:,}" if counted.empty else ""
         if counted.first_broken is not None:
             fault = counted.first_broken
             first = describe(self._plan.inputs[fault.number], Broken(fault.at, fault.why))
             most = max(limits.broken_documents_spared, int(documents * limits.broken_documents_share_max))
             if not counted.documents:
                 raise OperatorError(
-                    f"there is no text: {counted.broken:,} of {documents:,} documents are broken ({first}), "
-                    f"{counted.empty:,} are empty. Mend them, or choose other files with --data."
+                    f"there is no text: {of_all} ({first}), {counted.empty:,} empty. Mend them, or choose "
+                    "other files with --data."
                 )
             if counted.broken > most:
                 raise OperatorError(
-                    f"{counted.broken:,} of {documents:,} documents are broken ({first}), more than "
-                    f"{most:,}: are these files what their names say? Mend them, or leave them out with "
-                    "--data."
+                    f"{of_all} ({first}), more than {most:,}: are these files what their names say? "
+                    "Mend them, or leave them out with --data."
                 )
-            text += f"; {counted.broken:,} were broken and are passed over ({first})"
+            text += f"; broken and passed over: {counted.broken:,} ({first})"
         if counted.size > limits.corpus_bytes_max:
             raise OperatorError(
                 f"the corpus has more than {limits.corpus_bytes_max >> 30} GiB of text; name fewer "
@@ -237,9 +238,13 @@ class _Making:
             self._told.say("There is one --data, so its evaluation set is that of the whole corpus.")
         split = choose_held_out(self._indices(), sources=names, evaluation_bytes=evaluation)
         self._work.keep(split)
-        held = f"{len(split.held):,} documents or ends of one are held out for evaluation"
-        copies = f", without {split.copies:,} exact copies" if split.copies else ", no copies among them"
-        self._told.say(f"{split.documents:,} documents, {amount(split.size)} of text{copies}; {held}.")
+        held = count_of(len(split.held), "document or end of one is", "documents or ends of one are")
+        copies = count_of(split.copies, "exact copy", "exact copies")
+        copies = f"without {copies}" if split.copies else "no copies among them"
+        self._told.say(
+            f"{count_of(split.documents, 'document')}, {amount(split.size)} of text, {copies}; {held} "
+            "held out for evaluation."
+        )
         return split
 
     def _indices(self) -> Iterator[Index]:
@@ -336,7 +341,7 @@ class _Making:
         work.keep(data)
         held = sum(s.shard.tokens for s in sets)
         kept = f"{held:,} held out" + (f" in {len(sets)} evaluation sets" if len(sets) > 1 else "")
-        self._told.say(f"{tokenised.tokens:,} tokens in {shards:,} shards, {kept}.")
+        self._told.say(f"{tokenised.tokens:,} tokens in {count_of(shards, 'shard')}, {kept}.")
         return data
 
     def _tokenizer(self) -> Tokenizer:

@@ -15,6 +15,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco.run_spec import DataSpec
+from p2pdiloco.words import count_of
 from p2pdiloco_node.corpus.held_out import WHOLE
 from p2pdiloco_node.corpus.sources import HUB, HUB_PREFIX, PARQUET, TOKENS, find_inputs, named
 from p2pdiloco_node.corpus.tables import hub_parts
@@ -98,7 +99,7 @@ def make_plan(asked: Asked, choice: Choice) -> tuple[Plan, bytes | None]:
         )
     if not plan.text_bytes:
         raise OperatorError(
-            f"the corpus is empty: {len(inputs)} files without a byte; choose others with --data."
+            f"the corpus is empty: {count_of(len(inputs), 'file')} without a byte; choose others with --data."
         )
     return plan, tokenizer
 
@@ -143,7 +144,8 @@ def check_same(old: Plan, new: Plan, out: Path) -> None:
         after = {entry.path: entry for entry in new.inputs}
         names = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
         raise OperatorError(
-            f"the input has changed since {out} was begun ({names[0]}, {len(names)} files in all): {where}."
+            f"the input has changed since {out} was begun ({names[0]}, "
+            f"{count_of(len(names), 'file')} in all): {where}."
         )
 
 
@@ -172,8 +174,9 @@ def check_disk(plan: Plan, out: Path, told: Told, beside_bytes: int = 0) -> None
             exit_code=RESOURCES,
         )
     told.say(
-        f"About {amount(known)} of text in {len(plan.inputs):,} files. The run needs about {amount(needed)} "
-        f"of disk while it is made, and {amount(stays)} then{model}{more}; {amount(free)} are free."
+        f"About {amount(known)} of text in {count_of(len(plan.inputs), 'file')}. The run needs about "
+        f"{amount(needed)} of disk while it is made, and {amount(stays)} then{model}{more}; "
+        f"{amount(free)} are free."
     )
 
 

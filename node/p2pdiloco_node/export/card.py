@@ -10,6 +10,7 @@ import string
 from typing import Any
 
 from p2pdiloco import limits
+from p2pdiloco.words import count_of
 from p2pdiloco_node.export.facts import Facts
 
 _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in string.punctuation})
@@ -64,7 +65,7 @@ def model_card(facts: Facts) -> str:
         "",
         "## Data",
         "",
-        f"- {data['tokens']:,} training tokens in {data['shards']:,} shard{'s' * (data['shards'] != 1)}",
+        f"- {data['tokens']:,} training tokens in {count_of(data['shards'], 'shard')}",
         f"- Merkle root of the shards' digests: `{data['shards_root']}`",
         *_held_out(data),
         f"- tokenizer: {data['tokenizer']['kind']}, {data['tokenizer']['vocab_size']:,} tokens"
@@ -120,7 +121,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
 
 def _where(facts: Facts) -> str:
     n = len(facts["contributors"])
-    nodes = f"{n:,} node{'s' * (n != 1)}"
+    nodes = count_of(n, "node")
     if n == 0:
         return "by nobody yet"
     if facts["run"]["admission"] == "local":

@@ -23,6 +23,7 @@ from p2pdiloco.errors import OperatorError, PeerError, TransportError
 from p2pdiloco.exit_codes import RUN, USAGE
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.frames import open_frame
+from p2pdiloco.words import count_of
 from p2pdiloco_node.config import parse_join
 from p2pdiloco_node.export.config_files import Config, full_config
 from p2pdiloco_node.export.hf_folder import Content, Folder, write_folder
@@ -55,10 +56,11 @@ def print_export(options: Options) -> int:
     with shown(on_stderr=True) as told, ended_by_sigterm():
         folder = export(options, told.progress)
     facts = folder.facts
+    files = count_of(len(folder.files), "file")
     size = sum(file.size for file in folder.files)
     print(
         f"Version {facts['version']} of run {facts['run']['name']} ({facts['run']['id'][:16]}) is in "
-        f"{options.out}: {len(folder.files)} files, {size / 1e6:,.1f} MB, {facts['weights']['dtype']}.\n"
+        f"{options.out}: {files}, {size / 1e6:,.1f} MB, {facts['weights']['dtype']}.\n"
         f"Let it talk: p2pdiloco generate --from {options.out} --prompt 'Once upon a time'"
     )
     return 0

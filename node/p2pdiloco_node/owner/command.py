@@ -16,6 +16,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
+from p2pdiloco.words import count_of
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink, parse_peers
 from p2pdiloco_node.export.kept import spec_in
@@ -24,7 +25,7 @@ from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
 from p2pdiloco_node.progress import Quiet, Told, shown
-from p2pdiloco_node.run_checks import Declared, check_run
+from p2pdiloco_node.run_checks import Declared, about_a_node
 from p2pdiloco_node.run_file import Parts
 from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections
 from p2pdiloco_node.run_new import owner_key_path
@@ -110,8 +111,8 @@ def print_recovered(
     else:
         print(
             f"Epoch {done.epoch} began at entry {done.index}, from version {done.version:,}: "
-            f"{', '.join(done.committee)} certify from here on, {done.following} peers follow so far. Who "
-            "was away follows when it comes back."
+            f"{', '.join(done.committee)} certify from here on, followed by "
+            f"{count_of(done.following, 'peer')} so far. Who was away follows when it comes back."
         )
     return 0
 
@@ -142,12 +143,8 @@ def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:
         print(json.dumps(as_plain(run, spec, declared, link=link, now=now)))
         return 0
     print("\n".join(in_lines(sections(run, spec, declared, link=link, now=now))))
-    try:
-        warnings = check_run(spec, declared)
-    except OperatorError as error:
-        warnings = [str(error)]
-    for warning in warnings:
-        print(f"\n{warning}")
+    for sentence in about_a_node(spec, declared):
+        print(f"\n{sentence}")
     return 0
 
 

@@ -30,7 +30,7 @@ from p2pdiloco_node.config import HostPort, JoinLink, parse_join
 from p2pdiloco_node.contact import fetch_peers, fetch_run_spec
 from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.progress import Told
-from p2pdiloco_node.run_folder import ADDRESS, RUN, SPEC, WITNESS
+from p2pdiloco_node.run_folder import ADDRESS, RUN, RUNS, SPEC, WITNESS
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.http_session import read_capped
 
@@ -50,16 +50,26 @@ def link_of(words: str) -> JoinLink:
     Raises: OperatorError.
     """
     folder = Path(words).expanduser()
-    if "://" in words or not folder.is_dir():
-        return parse_join(words)
+    if "://" in words or (":" in words and not folder.is_dir()):  # with a colon an address is meant
+        return parse_join(words, "RUN")
+    if not folder.is_dir():
+        raise OperatorError(
+            f"There is no folder {folder}, and it is no link: name a run's folder, a node's data folder, or "
+            "the run's link (http://HOST:PORT/#RUNID)."
+        )
+    specs = [spec for spec in (folder / SPEC, folder / RUN / SPEC) if spec.is_file()]
     run: RunId | None = None
-    for spec in (folder / SPEC, folder / RUN / SPEC):
-        if spec.is_file():
-            with suppress(PeerError, OSError):
-                run, _ = open_run_spec(spec.read_bytes(), verify_ed25519)
+    for spec in specs:
+        with suppress(PeerError, OSError):
+            run, _ = open_run_spec(spec.read_bytes(), verify_ed25519)
     for place in (folder / WITNESS, folder / RUN / WITNESS, folder):
         with suppress(OSError, ValueError, KeyError, TypeError):
             return JoinLink(str(json.loads((place / ADDRESS).read_text())["url"]), run)
+    if not specs and not any(folder.glob(f"{RUNS}/*/{SPEC}")):
+        raise OperatorError(
+            f"{folder} holds no run: name a run's folder, a node's data folder, or the run's link "
+            "(http://HOST:PORT/#RUNID)."
+        )
     raise OperatorError(
         f"No daemon of this machine serves {folder}: start its tracker, or name the run's link "
         "(http://HOST:PORT/#RUNID)."

@@ -20,6 +20,7 @@ from p2pdiloco.rules.state import RulesState
 from p2pdiloco.wire.log import OwnerEntry, OwnerWord
 from p2pdiloco.wire.messages import OwnerWordMessage
 from p2pdiloco.wire.signing import Ed25519Signer
+from p2pdiloco.words import count_of
 from p2pdiloco_node.owner.ledger import Ledger, Signed, in_hex
 from p2pdiloco_node.owner.seen_run import SeenRun
 from p2pdiloco_node.owner.telling import Teller
@@ -220,7 +221,7 @@ async def _carry(seen: SeenRun, word: OwnerWord, epoch: int, wait_s: float) -> F
                 told |= fresh
                 seen.told.say(
                     f"Word {word.owner_sequence} of epoch {epoch} ({word.kind}) reached {len(told)} "
-                    f"of {len(seen.hosts)} peers; the committee puts it into the log."
+                    f"of {count_of(len(seen.hosts), 'peer')}; the committee puts it into the log."
                 )
             again = now + SAID_AGAIN_S
         seen.told.progress("Waiting for the committee", min(wait_s, wait_s - (until - now)), wait_s, "s")

@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from p2pdiloco.rules.schedule import moments_warmup
 from p2pdiloco.run_spec import InnerSpec, ModelSpec
+from p2pdiloco.words import count_of
 from p2pdiloco_node.training.adamw import AdamW
 from p2pdiloco_node.training.arrays import Values
 from p2pdiloco_node.training.data import Tokens
@@ -172,7 +173,7 @@ class InnerLoop:
         if self._device.startswith("cuda"):
             return str(torch.cuda.get_device_name(self._device))
         threads = torch.get_num_threads()
-        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+        return f"cpu, {count_of(threads, 'thread')}"
 
     # One inner step.
 

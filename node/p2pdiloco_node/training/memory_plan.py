@@ -15,6 +15,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import RESOURCES
 from p2pdiloco.rules.delta_layout import encoded_size, is_sparse
 from p2pdiloco.run_spec import ModelSpec, RunSpec
+from p2pdiloco.words import count_of
 from p2pdiloco_node.training.activations import activation_bytes
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.shapes import shape_of
@@ -229,7 +230,7 @@ def chosen(plan: MemoryPlan) -> str:
         parts.append(f"{plan.ranks} ranks, each with the whole model (ddp)")
     elif plan.parallel == "fsdp":
         parts.append(f"{plan.ranks} ranks, each with 1/{plan.ranks} of the model (fsdp)")
-    parts.append(f"{plan.micro_batch} sequence{'s' if plan.micro_batch > 1 else ''} per forward pass")
+    parts.append(f"{count_of(plan.micro_batch, 'sequence')} per forward pass")
     if plan.checkpointing:
         parts.append("activations computed twice (checkpointing)")
     if plan.offload != "none":

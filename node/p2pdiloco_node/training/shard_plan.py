@@ -15,6 +15,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES
 from p2pdiloco.run_spec import DataSpec
+from p2pdiloco.words import count_of
 from p2pdiloco_node.training.data import DataOrder
 
 
@@ -53,8 +54,8 @@ def check_quota(data: DataSpec, quota: int) -> None:
         shards = min(2 * data.window_shards, len(data.shards))
         raise OperatorError(
             f"--data-disk allows {_mb(quota)} for the run's data, and a node needs at least {_mb(least)}: "
-            f"{shards} of its {len(data.shards)} shards, as they travel and opened, and what it evaluates "
-            f"with. Give --data-disk {-(-least // 10**6)}MB or more.",
+            f"{shards} of its {count_of(len(data.shards), 'shard')}, as they travel and opened, and what it "
+            f"evaluates with. Give --data-disk {-(-least // 10**6)}MB or more.",
             FILES,
         )
 

@@ -83,7 +83,7 @@ def test_every_document_is_on_one_side_once(folder: Path, tmp_path: Path) -> Non
     assert data.evaluations[0].text_bytes == sum(len(t.encode()) for t in held_out)
     assert 0.05 < data.evaluation.tokens / sum(s.tokens for s in data.shards) <= 0.12
     assert any("100 exact copies" in sentence for sentence in said.said)
-    assert any("1 were empty; 1 were broken" in s and "a.jsonl, line 402" in s for s in said.said)
+    assert any("empty: 1; broken and passed over: 1" in s and "a.jsonl, line 402" in s for s in said.said)
 
 
 def test_the_order_is_the_seed_s_and_mixes_files(folder: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_another_command_in_the_same_folder_is_refused(folder: Path, tmp_path: P
     (folder / "more.txt").unlink()
     (folder / "long.txt").write_text(text(1))
     with pytest.raises(
-        OperatorError, match=r"the input has changed since .* was begun \(.*long\.txt, 1 files"
+        OperatorError, match=r"the input has changed since .* was begun \(.*long\.txt, 1 file in all"
     ):
         make_data(request, out, Quiet())
 
@@ -329,10 +329,10 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
         (Request(["in/*.txt"], jobs=-1), "--jobs is 0 to 64", 2),
         (Request(["in/*.txt"] * 16, eval_per_source=True), "15 at most", 2),
         (Request(["in/blank.md"]), "no document has any text", 3),
-        (Request(["in/empty.md"]), "the corpus is empty: 1 files without a byte", 3),
+        (Request(["in/empty.md"]), "the corpus is empty: 1 file without a byte", 3),
         (
             Request(["in/latin.md", "in/blank.md"]),
-            r"there is no text: 1 of 2 documents are broken \(.*latin\.md, line 1: it is not U.*1 are empty",
+            r"there is no text: 1 of 2 documents are broken \(.*latin\.md, line 1: it is not U.*1 empty",
             3,
         ),
         (Request(["in/wide.txt"]), r"wide\.txt is text in UTF-16.*convert it \(iconv", 3),

@@ -28,7 +28,7 @@ def made(tmp_path: Path) -> None:
 def test_what_is_fetched_is_not_the_makings_to_remove(fetched: Path, tmp_path: Path) -> None:
     """The text is mended in a minute; the parent's version may have come over a thin link."""
     (tmp_path / "a.txt").write_bytes("café\n".encode("latin-1") * 1000)
-    with pytest.raises(OperatorError, match="there is no text: 1 of 1 documents are broken"):
+    with pytest.raises(OperatorError, match="there is no text: 1 of 1 document is broken"):
         made(tmp_path)
     assert [path.name for path in (tmp_path / "out/making").iterdir()] == ["fetched"]
     assert fetched.exists()

@@ -61,6 +61,39 @@ def test_what_a_command_lacks_is_said_with_what_it_does_not_know(
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("generate --prompt It is a truth --from x",
+         '\'is\' ALONE; QUOTE: --prompt "It is ..."'),
+        ("generate --prompt=It is a truth --from=x",
+         '\'is\' ALONE; QUOTE: --prompt "It is ..."'),
+        ("generate --prompt It is", 'generate needs --from; QUOTE: --prompt "It is ..."'),
+        ("node --name my node",
+         '\'node\' ALONE; QUOTE: --name "my node ..."'),
+        ("run pause a b", '\'b\' ALONE; QUOTE: "a b ..."'),
+        ("generate exp4", "generate needs --from; did you mean --from exp4?"),
+        ("generate --prompt-tokens exp4", "there is no flag --prompt-tokens, and generate needs --from"),
+        ("generate --tokens 5 exp4", "generate needs --from; did you mean --from exp4?"),
+        ("run extend x 5M", "run extend needs --tokens; did you mean --tokens 5M?"),
+        ("tracker --listen h:1 runs", "'runs' ALONE; did you mean --run runs?"),
+        ("export austen exp4",
+         "'exp4' ALONE; did you mean --run austen exp4?"),
+        ("export http://h:1/ exp4",
+         "'exp4' ALONE; did you mean --join http://h:1/ exp4?"),
+    ],
+)  # fmt: skip
+def test_a_word_that_stands_alone_comes_with_what_it_may_be(
+    capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    assert run_command(line.split()) == 2
+    said = said.replace("ALONE", "stands alone, without a flag before it")
+    said = said.replace("QUOTE", "quote a value with blanks")
+    told = capsys.readouterr().err
+    command = " ".join(line.split()[: 2 if line.startswith("run ") else 1])
+    assert told == f"p2pdiloco: {said} (see p2pdiloco {command} --help)\n"
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
         (["node", "--data-dir", "n"], 2, "No tracker is named"),

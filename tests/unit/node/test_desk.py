@@ -335,7 +335,7 @@ async def test_of_an_evaluation_that_is_not_finished_the_sets_that_are_count(kit
     await kit.desk.trainer_said(frames.Evaluating(4, (2.5,), (100,), 0.6))
     await kit.desk.trainer_said(frames.NotEvaluated(4, "a set is gone."))
     assert kit.evaluations == [Evaluation(ROOT, frames.Evaluated(4, (2.5,), (100,)))]
-    assert "on the first 1 evaluation sets alone: a set is gone." in kit.said[-1]
+    assert "on the first 1 evaluation set alone: a set is gone." in kit.said[-1]
 
 
 async def test_a_stretch_of_versions_that_are_not_evaluated_is_said_once(kit: Kit) -> None:

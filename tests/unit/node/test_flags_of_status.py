@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,5 +116,19 @@ def test_config_show_of_which_command_and_with_which_file(
     assert "threads" in shown()
     assert "threads" not in shown("--which", "tracker")
     assert "checkpoints" in shown("tracker")
-    assert shown()["log_level"] == ["'info'", "default"]
-    assert shown("--config", str(file))["log_level"] == ["'error'", str(file)]
+    assert shown()["log_level"] == ["info", "default"]
+    assert shown("--config", str(file))["log_level"] == ["error", str(file)]
+
+
+def test_config_show_prints_settings_as_people_write_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`()`, `None` and `''` are words of a programming language."""
+    monkeypatch.setenv("P2PDILOCO_ADVERTISE", "8.8.8.8:1,8.8.4.4:2")
+    assert run_command(["config", "show"]) == 0
+    rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert ["advertise", "8.8.8.8:1, 8.8.4.4:2", "P2PDILOCO_ADVERTISE"] in rows
+    values = {key: value for key, value, _ in rows}
+    assert [values[key] for key in ("join", "peers", "threads", "device", "stay")] == [
+        "-", "-", "1", "auto", "false",
+    ]  # fmt: skip

@@ -68,12 +68,17 @@ def test_a_peer_is_named_by_its_id_its_beginning_or_its_name() -> None:
 
 def test_a_run_is_named_by_its_link_or_by_a_folder_whose_daemon_runs(tmp_path: Path) -> None:
     assert link_of("http://h:1/#" + "ab" * 32).run == bytes.fromhex("ab" * 32)
-    with pytest.raises(OperatorError, match="start its tracker"):
+    with pytest.raises(OperatorError, match=f"{tmp_path} holds no run: name a run's folder"):
         link_of(str(tmp_path))
+    for spec in (tmp_path / "spec.bin", tmp_path / "node" / "runs" / "ab" / "spec.bin"):
+        spec.parent.mkdir(parents=True, exist_ok=True)
+        spec.write_bytes(b"")
+        with pytest.raises(OperatorError, match="start its tracker"):
+            link_of(str(tmp_path if spec.parent == tmp_path else tmp_path / "node"))
     (tmp_path / "witness").mkdir()
     (tmp_path / "witness" / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:7", "pid": 1}))
     assert link_of(str(tmp_path)).url == "http://127.0.0.1:7"
-    with pytest.raises(OperatorError, match="has no scheme"):
+    with pytest.raises(OperatorError, match=r"^RUN 'h:1' has no scheme"):
         link_of("h:1")
 
 
@@ -85,7 +90,14 @@ def test_a_run_is_named_by_its_link_or_by_a_folder_whose_daemon_runs(tmp_path: P
         (["finish", "http://127.0.0.1:9/"], 4, "Nobody answers"),  # a question would name the run
         (["pause", "http://127.0.0.1:9/", "--wait-s", "0"], 2, "--wait-s is above 0"),
         (["recover", "http://127.0.0.1:9/", "--wait-s", "0"], 2, "--wait-s is above 0"),
-        (["recover", "127.0.0.1:9"], 2, "has no scheme"),
+        (["recover", "127.0.0.1:9"], 2, "RUN '127.0.0.1:9' has no scheme: write http://127.0.0.1:9"),
+        (["pause", "http://127.0.0.1:9/#ab"], 2, "RUN: 'ab' after # is not a RunId"),
+        # A slip in a folder's name: it spoke of --join, which these commands do not have.
+        *(
+            (words, 3, "There is no folder austn, and it is no link: name")
+            for words in (["pause", "austn"], ["inspect", "austn"], ["fork", "austn", "--out", "o"])
+        ),
+        (["inspect", "."], 3, "holds no run: name"),
         (["revoke", "http://127.0.0.1:9/"], 2, ""),
         (["pause", "http://127.0.0.1:9/", "--peers", ""], 2, "list of peers is empty"),
         (["fork", "http://127.0.0.1:9/", "--out", "o", "--set", "model.model=x"], 2, "model is the parent's"),

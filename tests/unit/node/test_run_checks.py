@@ -123,6 +123,8 @@ def test_a_pass_shorter_than_its_transfer_is_refused_and_a_long_transfer_is_said
         OperatorError, match=r"at 0.002 Mbit/s up: choose --codec topk64, raise --pass-s to 18"
     ):
         check_run(TINY, Declared(0.002, 1))
+    with pytest.raises(OperatorError, match=r"raise --pass-s to 17664, or"):  # as it can be pasted
+        check_run(TINY, Declared(2e-6, 1))
     with pytest.raises(OperatorError, match=r"at 0.002 Mbit/s down: .*--down-mbit"):
         check_run(TINY, Declared(1, 0.002))
     alone = part("committee", size_max=1)(TINY)

@@ -102,7 +102,17 @@ def test_every_key_is_explained_on_the_owner_s_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"), [("20M", 20 * 10**6), ("1.5k", 1500), ("7", 7), ("2T", 2 * 10**12)]
-)
+    ("text", "tokens"),
+    [
+        ("20M", 20 * 10**6), ("1.5k", 1500), ("7", 7), ("2T", 2 * 10**12), ("1,300,000", 1_300_000),
+        ("1,300k", 1_300_000),
+    ],
+)  # fmt: skip
 def test_tokens(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["1,3", "1,3000", ",300", "1,300,", "1300,000", "1,5M", "1,,300"])
+def test_commas_that_group_no_thousands_are_a_slip(text: str) -> None:
+    with pytest.raises(OperatorError, match="is not a number of tokens"):
+        parse_tokens(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -45,7 +46,7 @@ def test_people_read_every_figure_with_its_unit() -> None:
     text = printed()
     for words in (
         "Run poems", RUN.hex(), OWNER.public_key.hex(), "llama (simulated)", "160 in 2 tensors", "8 tokens",
-        "1,024 tokens, 1,024 bytes of text", "4 inner steps (H), or 4 s", "1 sequences, 8 tokens",
+        "1,024 tokens, 1,024 bytes of text", "4 inner steps (H), or 4 s", "1 sequence, 8 tokens",
         "0.001, down to 0.1 of it at the target", "beta 0.9 and 0.95, weight decay 0.1", "clipped to norm 1",
         "fp16: a delta is 1 MiB (368 bytes)", "0.5 alone, 0.65 with eight nodes", "exponential decay",
         "after 16 rounds", "at most 3; begins with the witness alone", "every 1 s; 3 to 6 s",
@@ -118,3 +119,21 @@ def test_a_spec_is_found_in_a_file_a_run_s_folder_and_a_node_s(
     assert "BAD_SIGNATURE" in capsys.readouterr().err
     assert run_command(["run", "inspect", str(tmp_path / "spec.bin" / "spec.bin"), "--up-mbit", "0.001"]) == 0
     assert "a pass takes 4 s" in capsys.readouterr().out
+
+
+def test_who_reads_of_a_run_is_told_of_such_a_node_and_not_to_make_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said of a run that goes on that it cannot work, and to choose a smaller model."""
+    (tmp_path / "spec.bin").write_bytes(sign_run_spec(SPEC, OWNER))
+    arguments = ["run", "inspect", str(tmp_path), "--up-mbit", "0.001", "--memory-gb", "0.00001"]
+    assert run_command(arguments) == 0
+    said = capsys.readouterr().out
+    assert "\nSuch a node cannot keep up: a pass takes 4 s, and " in said
+    assert "\nSuch a node cannot take part: " in said
+    assert "are declared.\n" in said
+    assert not re.search(r"cannot work|choose|raise|--pass-s", said)
+    assert run_command(["run", "inspect", str(tmp_path), "--up-mbit", "0.005"]) == 0
+    said = capsys.readouterr().out
+    assert "will always be late.\n" in said
+    assert "--pass-s" not in said

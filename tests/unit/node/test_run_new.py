@@ -147,7 +147,7 @@ def test_what_no_call_has_made_stays_among_the_blobs(tmp_path: Path) -> None:
     drop_others(tmp_path, spec)
     assert {path.name for path in tmp_path.iterdir()} == {*theirs, *ours}
     (tmp_path / min(ours)).unlink()
-    with pytest.raises(OperatorError, match=r"lacks 1 blobs of this run.*give the same command again"):
+    with pytest.raises(OperatorError, match=r"lacks 1 blob of this run.*give the same command again"):
         drop_others(tmp_path, spec)
 
 

@@ -137,9 +137,11 @@ def test_every_state_makes_a_report_that_the_tracker_takes(telemetry: Telemetry)
 def test_versions_fill_no_terminal(
     telemetry: Telemetry, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    one = Contribution(b"d" * 32, ME, 0, 1, 5, 100, 1.0, 0.0, 1.0, 1.0, bytes(32), bytes(64))
     with caplog.at_level(logging.INFO, logger="p2pdiloco.node"):
         for version in range(1, 41):
-            step = OuterStep(version, 0, (), (), (), Scalars(1, 1, 1, 1, 1), 100, 100, bytes(32))
+            step = OuterStep(version, 0, (one,), (), (), Scalars(1, 1, 1, 1, 1), 100, 100, bytes(32))
             telemetry.installed(InstallEntry(version, version, None, b"", step))
             clock.now += 0.25
     assert [r.getMessage().split(":")[0] for r in caplog.records] == [f"version {n}" for n in (1, 13, 25, 37)]
+    assert caplog.records[0].getMessage().startswith("version 1: 1 delta, 0 refused"), "one is not many"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import HostPort, TrackerConfig
 from p2pdiloco_node.lifetime import Leaving
 from p2pdiloco_node.tracker import Tracker
@@ -54,3 +56,19 @@ def test_who_aggregates_is_said_once_on_the_page(fake_run: Any) -> None:
     made._said("elected", "this node aggregates in term 1")
     made._said("tracker", "the tracker started")
     assert [e.kind for e in made.builder.events] == ["tracker"]
+
+
+@pytest.mark.parametrize(("holds", "out"), [((), "books"), (("blobs",), "books"), (("a.txt",), "DIR")])
+def test_a_folder_without_a_run_comes_with_advice_that_run_new_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    holds: tuple[str, ...], out: str,
+) -> None:  # fmt: skip
+    """`run new --out books` is refused where books holds the text."""
+    monkeypatch.chdir(tmp_path)
+    for name in holds:
+        (tmp_path / "books" / name).mkdir(parents=True)
+    assert run_command(["tracker", "--run", "books"]) == 3
+    said = capsys.readouterr().err
+    assert "There is no run in books: name a run's folder" in said
+    assert said.endswith(f"run new --out {out}.\n")
+    assert ("in another folder" in said) == (out == "DIR")

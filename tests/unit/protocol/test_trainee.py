@@ -92,6 +92,14 @@ def test_absence_beyond_staleness_max_starts_afresh() -> None:
     assert said(actions) == ["absence"]
 
 
+def test_a_newcomer_was_not_away() -> None:
+    """It was told that it had been away since version 0."""
+    p, t = at(RUN.spec.outer.staleness_max + 2, 0, senders=(C,))
+    actions = adopt(p, t)
+    assert take(actions, AdoptState) == [adoption(p, reset=True)]
+    assert said(actions) == []
+
+
 def test_a_short_absence_carries_the_work_over() -> None:
     p, t = at(10, 7)
     assert take(adopt(p, t), AdoptState) == [adoption(p)]
