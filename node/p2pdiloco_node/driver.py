@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, assert_never
+from typing import Any, NamedTuple, Protocol, TypeVar, assert_never
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
@@ -139,7 +139,7 @@ class Driver:
         self._state = ThreadPoolExecutor(1, "state")
         self._checks = ThreadPoolExecutor(1, "checks")
         self._group: asyncio.TaskGroup | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._installs = self._installs_done = 0  # ordered; and done, in the same order
         self._afterwards: deque[tuple[int, Callable[[], None]]] = deque()  # after so many installs
         self._just_ticked = False
@@ -170,7 +170,6 @@ class Driver:
                 await self._step(fact.Started())
                 while not self._left.is_set():
                     await self._step(await self._next())
-                await asyncio.sleep(0)  # everything ordered has begun: of what never does, Python warns
                 for task in self._tasks:
                     task.cancel()  # uploads and fetches resume in the next life
         finally:
@@ -282,17 +281,25 @@ class Driver:
     # Long work: each ends in exactly one event.
 
     def _start(self, work: Coroutine[object, object, Event | None]) -> None:
-        self._begin(self._to_event(work))
+        task = self._begin(work)
+        if task is not None:
+            task.add_done_callback(self._to_event)
 
-    def _begin(self, work: Coroutine[object, object, None]) -> None:
+    def _begin(self, work: Coroutine[object, object, T]) -> asyncio.Task[T] | None:
+        """None: this life is ending, and what comes now is for the next."""
         assert self._group is not None, "the driver is not running"
-        task = self._group.create_task(work)
+        try:
+            task = self._group.create_task(work)
+        except RuntimeError:
+            work.close()
+            return None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _to_event(self, work: Awaitable[Event | None]) -> None:
-        event = await work
-        if event is not None:
+    def _to_event(self, task: asyncio.Task[Event | None]) -> None:
+        """The group has what a task raised."""
+        if not task.cancelled() and task.exception() is None and (event := task.result()) is not None:
             self._events.put_nowait(event)
 
     async def _upload(self, action: do.UploadDelta) -> Event:

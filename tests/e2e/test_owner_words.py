@@ -10,7 +10,7 @@ import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest
-from p2pdiloco.protocol.actions import Settled
+from p2pdiloco.protocol.delivery import REVOKED
 from p2pdiloco.run_spec import open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
@@ -74,7 +74,7 @@ async def test_pause_resume_extend_revoke_finish(tmp_path: Path) -> None:
         assert "node-2" in said.effect
         gone = two.participant.me
         await until(lambda: gone not in swarm.committee(), WAIT_S, "its seat taken")
-        await until(lambda: Settled.REFUSED in two.desk.outcomes, WAIT_S, "its deltas refused")
+        await until(lambda: two.desk.why == REVOKED, WAIT_S, "the node says so and trains no more")
         before = swarm.version
         await until(lambda: swarm.version > before + 2, WAIT_S, "versions without it")
         node = one.participant.node

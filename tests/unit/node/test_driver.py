@@ -280,6 +280,17 @@ async def test_work_that_was_ordered_in_the_last_moment_is_given_up_without_a_wa
     assert [str(w.message) for w in warned] == []
 
 
+async def test_an_upload_that_ends_behind_the_driver_is_for_the_next_life() -> None:
+    """Its HTTP request outlives the driver for a moment."""
+    driver = make(World(), Script([do.AllowDelta(HEADER, PEER, b"k" * 32), do.LeaveDone()], 1))
+    await asyncio.wait_for(driver.run(), 5)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        driver.delta_whole(DELTA)
+        gc.collect()
+    assert [str(w.message) for w in warned] == []
+
+
 async def test_a_prepared_step_reports_its_roots_and_a_failure_says_why() -> None:
     step = do.PrepareOuterStep(DELTA, 0, None)
     world = World()
