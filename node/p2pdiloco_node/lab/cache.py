@@ -31,7 +31,8 @@ from p2pdiloco_node.corpus.sources import find_files
 from p2pdiloco_node.lab.study import read_regular
 
 CORE = (  # of p2pdiloco: what a run imports
-    "errors.py", "exit_codes.py", "ids.py", "limits.py", "run_spec.py", "rules", "diloco", "wire",
+    "errors.py", "exit_codes.py", "ids.py", "limits.py", "run_spec.py", "words.py", "rules", "diloco",
+    "wire",
     "sim/lab", "sim/chance.py", "sim/clock.py", "sim/keys.py", "sim/tiny_run.py",
 )  # fmt: skip
 MODEL = (  # of p2pdiloco_node, for arms with a model
