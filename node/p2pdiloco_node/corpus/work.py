@@ -14,7 +14,6 @@ A file that has its name is whole and durable. One process at a time works here.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -31,7 +30,7 @@ from p2pdiloco_node.corpus.held_out import Split
 from p2pdiloco_node.corpus.readers import END, Part
 from p2pdiloco_node.corpus.sources import HUB, JSONL, PARQUET, TEXT, TOKENS, Input
 from p2pdiloco_node.corpus.tokenizer import Vocabulary
-from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file_by
+from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, lock_folder, make_folder, replace_file_by
 
 T = TypeVar("T")
 SHARD_LINE = re.compile(r"(\d+) ([0-9a-f]{64}) (\d+) (\d+)\n")
@@ -214,18 +213,17 @@ class Taken:
 
     def __enter__(self) -> Self:
         """Raises: OperatorError: another process has it."""
-        for folder in (self._work.root, self._work.segments, self._work.tokens):
-            make_folder(self._work.files, folder)
-        path = self._work.root / "lock"
-        self._fd = guarded(lambda: os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600), path)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._fd)
+        root = self._work.root
+        make_folder(self._work.files, root)
+        fd = guarded(lambda: lock_folder(root), root)
+        if fd is None:
             raise OperatorError(
-                f"Another p2pdiloco makes a run in {self._work.root.parent}: wait for it, or choose another "
-                "folder with --out."
-            ) from None
+                f"Another p2pdiloco makes a run in {root.parent}: wait for it, or choose another folder with "
+                "--out."
+            )
+        self._fd = fd
+        for folder in (self._work.segments, self._work.tokens):
+            make_folder(self._work.files, folder)
         return self
 
     def __exit__(

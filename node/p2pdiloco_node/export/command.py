@@ -6,7 +6,6 @@ Everything happens in a temporary folder beside OUT, which takes OUT's name when
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import io
 import os
 import shutil
@@ -30,7 +29,7 @@ from p2pdiloco_node.export.hf_folder import Content, Folder, write_folder
 from p2pdiloco_node.export.sources import Found, check_room, from_folder, from_link, room_needed
 from p2pdiloco_node.export.weights import VALUE_BYTES, write_file
 from p2pdiloco_node.progress import BYTES, Watch, shown
-from p2pdiloco_node.storage.files import Files, guarded
+from p2pdiloco_node.storage.files import Files, guarded, lock_folder
 from p2pdiloco_node.training.supervisor import trainer_environment
 
 HELD_OUT = "held-out.npy"
@@ -183,7 +182,7 @@ def _beside(out: Path) -> Iterator[Path]:
     Raises: OperatorError: another call makes `out` just now.
     """
     work = out.absolute().parent / f".{out.name}.export"
-    fd = guarded(lambda: _taken(work), work)
+    fd = guarded(lambda: lock_folder(work), work)
     if fd is None:
         raise OperatorError(f"Another p2pdiloco export makes {out}: wait for it, or name another folder.")
     parts = (work / FETCHED, work / MADE)
@@ -196,24 +195,6 @@ def _beside(out: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
         with suppress(OSError):
             work.rmdir()
-        os.close(fd)
-
-
-def _taken(folder: Path) -> int | None:
-    """`folder`, made if it is not there, locked and open; None: it is another's. Raises: OSError."""
-    while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # whoever had it was just done with it
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists() and os.path.samestat(os.fstat(fd), folder.stat()):
-                return fd
-        except BlockingIOError:
-            os.close(fd)
-            return None
         os.close(fd)
 
 

@@ -9,6 +9,7 @@ goes through `Files`, so that tests can fail or end the process at each of them.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -185,3 +186,26 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB"
     except OSError:
         return "unknown"
+
+
+def lock_folder(folder: Path) -> int | None:
+    """`folder`, made if it is not there, locked and open until it is closed; None: another process has it.
+
+    Whoever has it may remove it: then the next one gets a new folder, not the lock of one that is gone.
+
+    Raises: OSError.
+    """
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # whoever had it was just done with it
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists() and os.path.samestat(os.fstat(fd), folder.stat()):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        os.close(fd)
