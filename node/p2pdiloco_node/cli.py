@@ -22,7 +22,16 @@ from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco.exit_codes import OURS, USAGE
 from p2pdiloco_node import __version__, cli_model, cli_run
 from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
-from p2pdiloco_node.config import INTERNAL, Loaded, NodeConfig, TrackerConfig, in_a_line, load, nearest
+from p2pdiloco_node.config import (
+    INTERNAL,
+    Loaded,
+    NodeConfig,
+    TrackerConfig,
+    in_a_line,
+    is_utf8,
+    load,
+    nearest,
+)
 
 # What a word without a flag most likely was meant for.
 LEFT_OUT = {"tracker": "--run", "node": "--join"}
@@ -387,7 +396,7 @@ def _tracker_config(config: Path | None, flags: dict[str, object]) -> Loaded[Tra
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command; the exit code. Sentences for people go to stderr."""
-    strange = next((word for word in arguments if not _is_text(word)), None)
+    strange = next((word for word in arguments if not is_utf8(word)), None)
     if strange is not None:  # names, prompts and paths are written into files and messages, all of them UTF-8
         print(f"p2pdiloco: {strange!r} is no UTF-8: write it in a terminal that is, or rename that file.",
               file=sys.stderr)  # fmt: skip
@@ -411,14 +420,6 @@ def run_command(arguments: Sequence[str]) -> int:
               file=sys.stderr)  # fmt: skip
         return OURS
     return result if isinstance(result, int) else 0
-
-
-def _is_text(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:

@@ -149,16 +149,23 @@ def load(
             close = nearest(variable, [PREFIX + f.upper() for f in sorted(known)])
             raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", FILES)
         if key in fields:
-            try:
-                environment[variable].encode()
-            except UnicodeEncodeError:
-                raise OperatorError(f"{variable} is no UTF-8: {environment[variable]!r}.", FILES) from None
+            if not is_utf8(environment[variable]):
+                raise OperatorError(f"{variable} is no UTF-8: {environment[variable]!r}.", FILES)
             raw[key], origins[key] = _split(kind, key, environment[variable]), variable
     for key, flag_value in flags.items():
         assert key in fields, f"a flag without a field: {key}"
         if flag_value is not None:
             raw[key], origins[key] = flag_value, "--" + key.replace("_", "-")
     return Loaded(_convert(kind, raw, origins), origins)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether what came from the command line or the environment can be written down as it is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def in_a_line(value: object) -> str:
