@@ -166,9 +166,12 @@ async def _create_run(
     # A call that is refused leaves no folder and no key behind, and whoever is refused has not waited for it.
     planned = await asyncio.to_thread(plan_data, request)
     params = 0
+    known: tuple[str, ...] = ()
     if tune is None:
         told.progress("Looking at the model", 0.0)
-        model = await look_at_model(choice, vocab_size=planned.plan.vocab_size)
+        model, known = await look_at_model(choice, vocab_size=planned.plan.vocab_size)
+        for note in known:
+            told.say(note)
         check_draft(order, choice, loops, model, declared)
         params = model.params
     shards = await make_data_for(request, out, told, planned=planned, beside_bytes=VERSION_0_BYTES * params)
@@ -195,9 +198,11 @@ async def _create_run(
             secrets.randbits(62) if order.seed is None else order.seed,
             vocab_size=shards.tokenizer.vocab_size,
             folder=out / MAKING / VERSION_0,
+            tried=tune is None,
         )
         for note in notes:
-            told.say(note)
+            if note not in known:
+                told.say(note)
         encoded = await asyncio.to_thread(
             encode_prompts,
             shards.tokenizer,

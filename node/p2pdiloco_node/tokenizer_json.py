@@ -23,9 +23,8 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES
 
-REPEATED = re.compile(
-    r"(?<!\\x)\{(?:[0-9]*,)?([0-9]+),?\}"
-)  # the most of {n}, {n,}, {,n} and {n,m} in a pattern
+# The most of {n}, {n,}, {,n} and {n,m} in a pattern.
+REPEATED = re.compile(r"(?<!\\x)\{(?:[0-9]*,)?([0-9]+),?\}")
 
 Growth = Callable[[Mapping[str, Any]], int]
 """How many times longer a part may make any text, in bytes; raises TypeError, KeyError or ValueError."""

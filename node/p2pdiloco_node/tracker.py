@@ -409,9 +409,8 @@ def _open_run(folder: Path) -> tuple[RunId, RunSpec, bytes]:
     try:
         signed = (folder / SPEC).read_bytes()
     except FileNotFoundError:
-        taken = folder.is_dir() and guarded(
-            lambda: others_in(folder), folder
-        )  # run new refuses such a folder
+        # run new refuses a folder that holds other things.
+        taken = folder.is_dir() and guarded(lambda: others_in(folder), folder)
         make = "one in another folder" if taken else "one"
         out = "DIR" if taken else folder
         raise OperatorError(

@@ -106,10 +106,8 @@ AT_LEAST_1 = (
     "num_experts_per_tok", "num_attention_heads", "n_head",
 )  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions")
-SIZES = (
-    ("hidden_size", "n_embd"),
-    ("num_hidden_layers", "n_layer"),
-)  # without them nobody knows how large it is
+# Without these nobody knows how large it is.
+SIZES = (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"))
 
 
 def family_of(name: str) -> Family:

@@ -78,7 +78,8 @@ def make(order: GenesisOrder) -> GenesisMade:
             start = "checkpoint" if order.checkpoint else "initialised model"
             what = f"a value of {largest:.1g}" if math.isfinite(largest) else "values that are not finite"
             raise OperatorError(f"the {start} holds {what} ({name}): it is no sound start.")
-    notes += try_model(model, spec, ram().free)
+    if not order.tried:
+        notes += try_model(model, spec, ram().free)
     if order.params:
         with Path(order.params).open("wb") as file:
             for _, parameter in model.named_parameters():

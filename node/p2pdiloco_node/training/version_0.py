@@ -40,6 +40,7 @@ class GenesisOrder(Struct, frozen=True):
     checkpoint: str  # folder; empty: initialise
     seed: int
     params: str  # file to write: raw little-endian float32; empty: none, the model is only tried
+    tried: bool = False  # by a look before: minutes for a large model
 
 
 class GenesisMade(Struct, frozen=True):
@@ -51,20 +52,22 @@ class GenesisMade(Struct, frozen=True):
     made_with: str  # releases of its libraries
 
 
-async def look_at_model(choice: ModelChoice, *, vocab_size: int) -> ModelSpec:
-    """The RunSpec's model, without params: for what is checked before anything is made.
+async def look_at_model(choice: ModelChoice, *, vocab_size: int) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The RunSpec's model, without params, and what the owner should know: before anything is made.
 
     Raises: OperatorError: it cannot be made or computed with, or its checkpoint cannot be read.
     """
-    return _spec(choice, vocab_size, await _made(choice, 0, vocab_size, ""))
+    made = await _made(choice, 0, vocab_size, "", tried=False)
+    return _spec(choice, vocab_size, made), made.notes
 
 
 async def make_version_0(
-    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path
+    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path, tried: bool = False
 ) -> tuple[ModelSpec, Floats, tuple[str, ...]]:
     """The RunSpec's model, its params (params,) and what the owner should know.
 
     `vocab_size`: of the tokenizer. `folder`: of the params for a moment; what a killed call left there goes.
+    `tried`: `look_at_model` has let it compute.
 
     Raises: OperatorError: it failed; says why.
     """
@@ -75,14 +78,16 @@ async def make_version_0(
         raise OperatorError(f"{folder} cannot be made: {error.strerror}.", RESOURCES) from None
     try:
         path = folder / "params.f32"
-        made = await _made(choice, seed, vocab_size, str(path))
+        made = await _made(choice, seed, vocab_size, str(path), tried=tried)
         spec = _spec(choice, vocab_size, made)
         return spec, await asyncio.to_thread(read_array, path, spec.params), made.notes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _made(choice: ModelChoice, seed: int, vocab_size: int, params: str) -> GenesisMade:
+async def _made(
+    choice: ModelChoice, seed: int, vocab_size: int, params: str, *, tried: bool
+) -> GenesisMade:  # fmt: skip
     order = GenesisOrder(
         family=choice.family,
         config=config_bytes(choice.arguments(vocab_size)),
@@ -91,6 +96,7 @@ async def _made(choice: ModelChoice, seed: int, vocab_size: int, params: str) ->
         checkpoint=str(choice.checkpoint.resolve()) if choice.checkpoint else "",
         seed=seed,
         params=params,
+        tried=tried,
     )
     return decode(await _run(encode(order)), GenesisMade, bytes_max=limits.run_spec_bytes_max)
 

@@ -27,6 +27,16 @@ def tried(family: str, config: dict[str, Any], *, vocab_size: int = 300, params:
     return make(GenesisOrder(family, config_bytes(config), vocab_size, 16, "", 1, params))
 
 
+def test_what_a_look_has_tried_is_not_tried_again(tmp_path: Path) -> None:
+    """A large model takes minutes."""
+    from p2pdiloco_node.training.genesis import make
+
+    config = config_bytes(LLAMA | {"hidden_size": 30})  # builds, and cannot compute
+    order = GenesisOrder("qwen2", config, 300, 16, "", 1, str(tmp_path / "params"), tried=True)
+    assert make(order).tensors
+    assert (tmp_path / "params").stat().st_size > 0
+
+
 @pytest.mark.parametrize(
     ("family", "differs", "said"),
     [
