@@ -102,5 +102,7 @@ def main() -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 3:
         measure(sys.argv[1], Path(sys.argv[3]))
+        sys.stdout.flush()
+        os._exit(0)  # gloo's threads may still hold tensors, and abort in Python's own end
     else:
         main()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import suppress
 from functools import partial
@@ -113,3 +114,5 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    # As the trainer's process ends: gloo's threads may still hold tensors, and abort in Python's own end.
+    os._exit(0)
