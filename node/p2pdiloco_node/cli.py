@@ -20,8 +20,9 @@ from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco.exit_codes import OURS, USAGE
-from p2pdiloco_node import __version__, cli_model, cli_run
-from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
+from p2pdiloco_node import __version__
+from p2pdiloco_node.commands import model, run
+from p2pdiloco_node.commands.flags import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
 from p2pdiloco_node.config import (
     INTERNAL,
     Loaded,
@@ -50,11 +51,11 @@ app = App(
 )
 run_app = App(name="run", help="Make a run, look at one, and speak as its owner.")
 config_app = App(name="config", help="Look at settings.")
-cli_run.add_to(run_app)
+run.add_to(run_app)
 app.command(run_app)
 app.command(config_app)
-app.command(cli_model.export)
-app.command(cli_model.generate)
+app.command(model.export)
+app.command(model.generate)
 
 
 @app.command

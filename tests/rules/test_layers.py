@@ -19,12 +19,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("p2pdiloco.sim",),
     # What everybody may need.
     (
-        "p2pdiloco_node.ports",
+        "p2pdiloco_node.commands.flags",
         "p2pdiloco_node.config",
-        "p2pdiloco_node.cli_types",
         "p2pdiloco_node.flight_recorder",
         "p2pdiloco_node.heads",
         "p2pdiloco_node.hosts",
+        "p2pdiloco_node.ports",
         "p2pdiloco_node.progress",
         "p2pdiloco_node.run_fields",
         "p2pdiloco_node.run_folder",
@@ -33,12 +33,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # Adapters: each knows one part of the world.
     (
-        "p2pdiloco_node.transport",
         "p2pdiloco_node.status_page",
         "p2pdiloco_node.storage",
-        "p2pdiloco_node.training",
         "p2pdiloco_node.telemetry",
         "p2pdiloco_node.tracking",
+        "p2pdiloco_node.training",
+        "p2pdiloco_node.transport",
     ),
     # One thing each, of adapters.
     (
@@ -71,8 +71,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "p2pdiloco_node.checkpoint_shelf",
         "p2pdiloco_node.generation",
-        "p2pdiloco_node.lab.text",
         "p2pdiloco_node.lab.networks",
+        "p2pdiloco_node.lab.text",
         "p2pdiloco_node.owner",
         "p2pdiloco_node.participant",
         "p2pdiloco_node.run_made",
@@ -83,7 +83,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("p2pdiloco_node.lab", "p2pdiloco_node.demo_summary", "p2pdiloco_node.demo_swarm"),
     ("p2pdiloco_node.demo_chaos", "p2pdiloco_node.demo_view"),
     ("p2pdiloco_node.demo",),
-    ("p2pdiloco_node.cli_model", "p2pdiloco_node.cli_run"),
+    ("p2pdiloco_node.commands.model", "p2pdiloco_node.commands.run"),
     ("p2pdiloco_node.cli",),
 )
 
@@ -164,6 +164,11 @@ def layer_of(name: str) -> tuple[int, str] | None:
     return None
 
 
+def is_folder(name: str) -> bool:
+    """Whether this is a folder whose modules have their places one by one."""
+    return any(group.startswith(name + ".") for groups in LAYERS for group in groups)
+
+
 def purity_faults(name: str, source: str) -> list[str]:
     """What a module of `p2pdiloco` imports although it is pure."""
     faults = []
@@ -181,10 +186,14 @@ def layer_faults(name: str, source: str) -> list[str]:
     """Imports that go up, or sideways into a neighbour."""
     own = layer_of(name)
     if own is None:
-        # The packages themselves may be named by anybody.
-        return (
-            [] if name in ("p2pdiloco", "p2pdiloco_node") else [f"{name} has no place: give it one in LAYERS"]
-        )
+        if name in ("p2pdiloco", "p2pdiloco_node"):  # the packages themselves may be named by anybody
+            return []
+        if not is_folder(name):
+            return [f"{name} has no place: give it one in LAYERS"]
+        return [
+            f"{name}:{line} imports {imported}: its modules stand in several layers, so its door opens none"
+            for line, imported in imports(source, name)
+        ]
     faults = []
     for line, imported in imports(source, name.rpartition(".")[0]):
         other = layer_of(imported)
@@ -250,6 +259,14 @@ def test_only_the_trainer_process_imports_torch(root: Path, sources: list[Path])
         (layer_faults, "p2pdiloco_node.training.x", "from p2pdiloco_node.export import y", "stands above"),
         (layer_faults, "p2pdiloco_node.verify", "from p2pdiloco_node.owner import y", "neighbour"),
         (layer_faults, "p2pdiloco_node.newcomer", "import json", "no place"),
+        (layer_faults, "p2pdiloco_node.commands.newcomer", "import json", "no place"),
+        (layer_faults, "p2pdiloco_node.commands", "from p2pdiloco_node.commands.run import y", "opens none"),
+        (
+            layer_faults,
+            "p2pdiloco_node.commands.run",
+            "from p2pdiloco_node.commands.model import y",
+            "neighbour",
+        ),
         (layer_faults, "p2pdiloco.sim.lab.x", "from p2pdiloco_node.lab import y", "stands above"),
         (trainer_faults, "p2pdiloco_node.daemon", "import torch.nn", "trainer process"),
     ],
@@ -262,3 +279,4 @@ def test_the_checks_let_honest_imports_pass() -> None:
     assert purity_faults("p2pdiloco.diloco.x", "import numpy as np\nimport math") == []
     assert layer_faults("p2pdiloco.rules.x", "from p2pdiloco.wire.log import Body") == []
     assert layer_faults("p2pdiloco_node.storage.x", "from p2pdiloco_node.storage.files import y") == []
+    assert layer_faults("p2pdiloco_node.commands", '"""What it is."""') == []

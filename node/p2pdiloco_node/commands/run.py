@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from p2pdiloco_node.cli_types import ConfigFile, Globs, Whole
+from p2pdiloco_node.commands.flags import ConfigFile, Globs, Whole
 
 if TYPE_CHECKING:
     from p2pdiloco_node.owner.command import Reach

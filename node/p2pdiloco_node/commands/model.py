@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from p2pdiloco_node.cli_types import Flag, Text, Whole
+from p2pdiloco_node.commands.flags import Flag, Text, Whole
 
 
 def export(
