@@ -56,8 +56,8 @@ from p2pdiloco_node.held_deltas import HeldDeltas
 from p2pdiloco_node.hosts import names_loopback, reachable_hosts
 from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.run.folder import BLOBS, JOURNAL, LOG
 from p2pdiloco_node.run_blobs import RunBlobs
-from p2pdiloco_node.run_folder import BLOBS, JOURNAL, LOG
 from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.storage.blob_store import BUDGETS, DiskBlobStore

@@ -45,7 +45,7 @@ from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.page_feed import PageFeed
 from p2pdiloco_node.participant import Participant, Setting, deltas_named
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.run_folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY, others_in
+from p2pdiloco_node.run.folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY, others_in
 from p2pdiloco_node.status_page import StatusPage
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.data_dir import DataDir

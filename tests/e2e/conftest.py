@@ -11,7 +11,7 @@ import pytest
 
 from p2pdiloco.ids import RunId
 from p2pdiloco_node.demo import TIMINGS
-from p2pdiloco_node.run_new import Order, create_run
+from p2pdiloco_node.run.new import Order, create_run
 
 from .swarm_kit import free_port, get, processes_of, swarm_in, wait_for
 

@@ -18,7 +18,7 @@ import msgspec
 
 from p2pdiloco.ids import RunId
 from p2pdiloco_node.demo import TIMINGS
-from p2pdiloco_node.run_new import Order, create_run
+from p2pdiloco_node.run.new import Order, create_run
 from p2pdiloco_node.telemetry import NodeStatus
 
 WORDS = "the swarm trains one model together over the ordinary internet\n"

@@ -20,8 +20,8 @@ from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
 from p2pdiloco_node.progress import Quiet
-from p2pdiloco_node.run_checks import Declared
-from p2pdiloco_node.run_file import read_run_file, set_values
+from p2pdiloco_node.run.checks import Declared
+from p2pdiloco_node.run.file import read_run_file, set_values
 from p2pdiloco_node.transport.http_session import make_session
 from p2pdiloco_node.verify import verify_run
 

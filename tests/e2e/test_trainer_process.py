@@ -24,7 +24,7 @@ from p2pdiloco.protocol.actions import Settled
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
-from p2pdiloco_node.run_new import Draft, Order, create_run
+from p2pdiloco_node.run.new import Draft, Order, create_run
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.files import Files, replace_file
 from p2pdiloco_node.storage.keys import load_key, make_key

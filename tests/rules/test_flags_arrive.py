@@ -172,7 +172,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         },
     ),
     ("run", "new"): Command(
-        "p2pdiloco_node.run_made:print_made", "run new --out here",
+        "p2pdiloco_node.run.command:print_made", "run new --out here",
         EXPECTED | FIGURES | {
             "--out": ("there", "out"),
             "--model": ("llama:tiny", "parts.model.model"),

@@ -15,8 +15,8 @@ from p2pdiloco_node.commands.flags import ConfigFile, Globs, Whole
 
 if TYPE_CHECKING:
     from p2pdiloco_node.owner.command import Reach
-    from p2pdiloco_node.run_checks import Declared
-    from p2pdiloco_node.run_file import Parts
+    from p2pdiloco_node.run.checks import Declared
+    from p2pdiloco_node.run.file import Parts
 
 OwnerKey = Annotated[Path | None, Parameter(name="--owner-key")]
 Peers = Annotated[list[str] | None, Parameter(name="--peers", negative_iterable=())]
@@ -58,7 +58,7 @@ class Expected:
     """GPU memory of a node, in GiB: a model that does not fit is refused."""
 
     def declared(self) -> Declared:
-        from p2pdiloco_node.run_checks import Declared
+        from p2pdiloco_node.run.checks import Declared
 
         return Declared(self.up_mbit, self.down_mbit, self.memory_gb)
 
@@ -93,7 +93,7 @@ class Figures:
 
     def parts(self, config: Path | None, sets: list[str] | None, more: Flags) -> Parts:
         """Flags over `sets` over the file. `more`: flags of one command alone. Raises: OperatorError."""
-        from p2pdiloco_node.run_file import parse_tokens, read_run_file, set_values
+        from p2pdiloco_node.run.file import parse_tokens, read_run_file, set_values
 
         parts = read_run_file(config)
         set_values(parts, sets or [])
@@ -180,7 +180,7 @@ def new(
     owner_key:
         Your key, made if there is none. Left out: owner.key in your configuration folder.
     """
-    from p2pdiloco_node.run_made import print_made
+    from p2pdiloco_node.run.command import print_made
 
     more: Flags = {
         "run": {"admission": admission},
@@ -246,7 +246,7 @@ def extend(run: str, /, *, tokens: str, yes: On = False, owner: Speaking = SPEAK
     """
     from p2pdiloco_node.owner.command import print_word
     from p2pdiloco_node.owner.words import Wanted
-    from p2pdiloco_node.run_file import parse_tokens
+    from p2pdiloco_node.run.file import parse_tokens
 
     wanted = Wanted("extend", target_tokens=parse_tokens(tokens))
     return print_word(owner.reach(run), wanted, as_json=owner.json, yes=yes)

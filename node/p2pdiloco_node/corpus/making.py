@@ -40,7 +40,7 @@ from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokeniz
 from p2pdiloco_node.corpus.work import Plan, Taken, Tokenised, Work
 from p2pdiloco_node.progress import BYTES as IN_BYTES
 from p2pdiloco_node.progress import Told, amount
-from p2pdiloco_node.run_folder import BLOBS, FETCHED, MAKING
+from p2pdiloco_node.run.folder import BLOBS, FETCHED, MAKING
 from p2pdiloco_node.storage.files import make_folder
 
 INLINE_BYTES = 8 << 20  # a smaller corpus is made before processes have started

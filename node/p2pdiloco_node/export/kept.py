@@ -27,7 +27,7 @@ from p2pdiloco_node.export.certified import KeptArrays
 from p2pdiloco_node.export.chain import Entries, entries_in
 from p2pdiloco_node.export.facts import Evaluation, Heard
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.run_folder import (
+from p2pdiloco_node.run.folder import (
     BLOBS,
     HISTORY,
     JOURNAL,

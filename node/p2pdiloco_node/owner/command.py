@@ -25,10 +25,10 @@ from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
 from p2pdiloco_node.progress import Quiet, Told, shown
-from p2pdiloco_node.run_checks import Declared, about_a_node
-from p2pdiloco_node.run_file import Parts
-from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections
-from p2pdiloco_node.run_new import owner_key_path
+from p2pdiloco_node.run.checks import Declared, about_a_node
+from p2pdiloco_node.run.file import Parts
+from p2pdiloco_node.run.inspect import Now, as_plain, in_lines, sections
+from p2pdiloco_node.run.new import owner_key_path
 from p2pdiloco_node.transport.http_session import make_session
 
 T = TypeVar("T")

@@ -48,10 +48,10 @@ from p2pdiloco_node.export.certified import Certified
 from p2pdiloco_node.export.fetched import LinkedRun, read_spec
 from p2pdiloco_node.export.sources import Found, from_folder, from_link
 from p2pdiloco_node.progress import Quiet, Told, Watch
-from p2pdiloco_node.run_checks import Declared, check_run, check_types, replaced
-from p2pdiloco_node.run_file import Parts
-from p2pdiloco_node.run_folder import BLOBS, FETCHED, MAKING, SPEC, WITNESS_KEY
-from p2pdiloco_node.run_new import (
+from p2pdiloco_node.run.checks import Declared, check_run, check_types, replaced
+from p2pdiloco_node.run.file import Parts
+from p2pdiloco_node.run.folder import BLOBS, FETCHED, MAKING, SPEC, WITNESS_KEY
+from p2pdiloco_node.run.new import (
     BOOTSTRAP_PASSES,
     TRUSTED_PASSES,
     check_folder,

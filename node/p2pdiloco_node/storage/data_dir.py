@@ -10,7 +10,7 @@ from typing import Self
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import RunId
-from p2pdiloco_node.run_folder import RUNS
+from p2pdiloco_node.run.folder import RUNS
 from p2pdiloco_node.storage.files import Files, guarded, make_folder
 
 

@@ -15,14 +15,14 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import Parent, RunSpec, sign_run_spec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
-from p2pdiloco_node import run_new
 from p2pdiloco_node.corpus.making import Request
 from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.owner import fork as module
 from p2pdiloco_node.owner.fork import _spec, fork
 from p2pdiloco_node.progress import Quiet, Told
-from p2pdiloco_node.run_checks import Declared
-from p2pdiloco_node.run_file import read_run_file
+from p2pdiloco_node.run import new as run_new
+from p2pdiloco_node.run.checks import Declared
+from p2pdiloco_node.run.file import read_run_file
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.keys import load_or_make_key
 from tests.unit.export.conftest import KeptRun

@@ -17,7 +17,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import CommitteeSpec, InnerSpec, OuterSpec, SampleSpec
 from p2pdiloco_node.config import nearest
-from p2pdiloco_node.run_fields import in_words
+from p2pdiloco_node.run.fields import in_words
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 GROUPED = re.compile(r"\d{1,3}(,\d{3})+[KMGTkmgt]?")  # as every output prints it

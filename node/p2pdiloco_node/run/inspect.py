@@ -16,7 +16,7 @@ from p2pdiloco.rules.state import RulesState
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.log import OwnerEntry
 from p2pdiloco.words import count_of
-from p2pdiloco_node.run_checks import Declared, memory, traffic
+from p2pdiloco_node.run.checks import Declared, memory, traffic
 from p2pdiloco_node.training.memory_plan import amount, in_words
 
 Row = tuple[str, str]

@@ -17,7 +17,7 @@ from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.run_new import Draft, Order, check_folder, create_run, drop_others, sigterm_is_ctrl_c
+from p2pdiloco_node.run.new import Draft, Order, check_folder, create_run, drop_others, sigterm_is_ctrl_c
 from p2pdiloco_node.training.families import ModelRefused, check_values
 
 NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.txt", "--out", "n"]

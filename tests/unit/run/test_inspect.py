@@ -17,8 +17,8 @@ from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.signing import Ed25519Signer
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.export.kept import spec_in
-from p2pdiloco_node.run_checks import Declared
-from p2pdiloco_node.run_inspect import Now, as_plain, in_lines, sections
+from p2pdiloco_node.run.checks import Declared
+from p2pdiloco_node.run.inspect import Now, as_plain, in_lines, sections
 
 OWNER = Ed25519Signer(bytes([5]) * 32)
 TINY = tiny_run(OWNER, PeerId(b"w" * 32))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco_node.run_file import TABLES, parse_tokens, read_run_file, set_values
+from p2pdiloco_node.run.file import TABLES, parse_tokens, read_run_file, set_values
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -15,7 +15,7 @@ from p2pdiloco.ids import NO_DIGEST
 from p2pdiloco.run_spec import BlobRef, EvaluationSet, RunSpec, TensorSpec, chunk_sizes
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
-from p2pdiloco_node.run_checks import Declared, check_parts, check_run, replaced, traffic
+from p2pdiloco_node.run.checks import Declared, check_parts, check_run, replaced, traffic
 
 TINY = tiny_run(FastSigner("owner"), FastSigner("witness").peer_id).spec
 ROOMY = Declared(1000, 1000)

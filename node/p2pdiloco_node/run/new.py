@@ -59,8 +59,8 @@ from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
-from p2pdiloco_node.run_checks import Declared, check_fields, check_parts, check_run, check_types, replaced
-from p2pdiloco_node.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY, others_in
+from p2pdiloco_node.run.checks import Declared, check_fields, check_parts, check_run, check_types, replaced
+from p2pdiloco_node.run.folder import BLOBS, MAKING, SPEC, WITNESS_KEY, others_in
 from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
@@ -137,7 +137,7 @@ async def create_run(
     """Make a run in `out`.
 
     `owner_key`: made there if missing; None: `owner_key_path()`. `declared`: the nodes that are expected, for
-    what is checked (run_checks.py). `tune` has the last word on timings and targets, with everything there to
+    what is checked (run/checks.py). `tune` has the last word on timings and targets, with everything there to
     measure. `told` hears how far it is.
 
     SIGTERM ends it as Ctrl-C does.

@@ -28,7 +28,7 @@ from p2pdiloco.run_spec import (
 )
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco_node.config import nearest
-from p2pdiloco_node.run_fields import faults
+from p2pdiloco_node.run.fields import faults
 from p2pdiloco_node.training.families import POSITIONS, open_config
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.memory_plan import MemoryPlan, amount, plan_memory

@@ -8,9 +8,9 @@ from pathlib import Path
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco_node.progress import shown
-from p2pdiloco_node.run_checks import Declared
-from p2pdiloco_node.run_file import Parts
-from p2pdiloco_node.run_new import Order, create_run
+from p2pdiloco_node.run.checks import Declared
+from p2pdiloco_node.run.file import Parts
+from p2pdiloco_node.run.new import Order, create_run
 
 TOKENS, EVAL_EVERY, SEED = 20_000_000, 8, 1  # where nobody says otherwise
 
