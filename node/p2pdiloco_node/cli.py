@@ -94,7 +94,7 @@ def demo(
     seed:
         Of the model's initial params.
     """
-    from p2pdiloco_node.demo import Options, run_demo
+    from p2pdiloco_node.demo.command import Options, run_demo
 
     return run_demo(Options(nodes, outer_steps, inner_steps, corpus, chaos, headless, json, keep, seed))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from p2pdiloco.ids import RunId
-from p2pdiloco_node.demo import TIMINGS
+from p2pdiloco_node.demo.command import TIMINGS
 from p2pdiloco_node.run.new import Order, create_run
 
 from .swarm_kit import free_port, get, processes_of, swarm_in, wait_for

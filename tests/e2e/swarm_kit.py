@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.ids import RunId
-from p2pdiloco_node.demo import TIMINGS
+from p2pdiloco_node.demo.command import TIMINGS
 from p2pdiloco_node.run.new import Order, create_run
 from p2pdiloco_node.telemetry import NodeStatus
 

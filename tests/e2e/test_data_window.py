@@ -15,7 +15,7 @@ from p2pdiloco.run_spec import BlobRef, RunSpec, open_run_spec, run_id_of, sign_
 from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.frames import make_frame, open_frame
 from p2pdiloco.wire.signing import verify_ed25519
-from p2pdiloco_node.demo import TIMINGS
+from p2pdiloco_node.demo.command import TIMINGS
 from p2pdiloco_node.run.new import Order, create_run
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.keys import load_or_make_key

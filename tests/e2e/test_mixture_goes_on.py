@@ -16,7 +16,7 @@ import pytest
 
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
-from p2pdiloco_node.demo import TIMINGS
+from p2pdiloco_node.demo.command import TIMINGS
 
 from .swarm_kit import Swarm, free_port, swarm_in, wait_for
 

@@ -10,7 +10,7 @@ from cyclopts import App
 
 from p2pdiloco_node.cli import app
 from p2pdiloco_node.config import NodeConfig, TrackerConfig
-from p2pdiloco_node.demo import OUTER_STEPS, OUTER_STEPS_CHAOS
+from p2pdiloco_node.demo.command import OUTER_STEPS, OUTER_STEPS_CHAOS
 
 COMMAND = re.compile(r"p2pdiloco((?: +[^\s`|\\]+)+)")
 

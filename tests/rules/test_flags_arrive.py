@@ -67,7 +67,7 @@ OWNER, LAB = "p2pdiloco_node.owner.command", "p2pdiloco_node.lab.command"
 WORD = f"{OWNER}:print_word"
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("demo",): Command(
-        "p2pdiloco_node.demo:run_demo", "demo",
+        "p2pdiloco_node.demo.command:run_demo", "demo",
         {
             "--nodes": ("5", "options.nodes"),
             "--outer-steps": ("5", "options.outer_steps"),

@@ -80,9 +80,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("p2pdiloco_node.checkpoint_maker", "p2pdiloco_node.data_room", "p2pdiloco_node.lab.compiling"),
     ("p2pdiloco_node.daemon", "p2pdiloco_node.lab.model", "p2pdiloco_node.tracker"),
-    ("p2pdiloco_node.lab", "p2pdiloco_node.demo_summary", "p2pdiloco_node.demo_swarm"),
-    ("p2pdiloco_node.demo_chaos", "p2pdiloco_node.demo_view"),
-    ("p2pdiloco_node.demo",),
+    ("p2pdiloco_node.lab", "p2pdiloco_node.demo.summary", "p2pdiloco_node.demo.swarm"),
+    ("p2pdiloco_node.demo.chaos", "p2pdiloco_node.demo.view"),
+    ("p2pdiloco_node.demo.command",),
     ("p2pdiloco_node.commands.model", "p2pdiloco_node.commands.run"),
     ("p2pdiloco_node.cli",),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.demo import STEPS_MIN, steps_of_a_pass
+from p2pdiloco_node.demo.command import STEPS_MIN, steps_of_a_pass
 
 
 def test_a_misspelt_flag_that_is_needed_is_named(capsys: pytest.CaptureFixture[str]) -> None:

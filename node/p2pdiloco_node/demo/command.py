@@ -26,11 +26,11 @@ from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.signing import verify_ed25519
-from p2pdiloco_node import demo_chaos
 from p2pdiloco_node.daemon import TRAINER_NICE
-from p2pdiloco_node.demo_summary import Fault, NodeFacts, Summary, facts_of_log, in_words, summarise
-from p2pdiloco_node.demo_swarm import POLL_S, Daemon, Swarm, training_bytes
-from p2pdiloco_node.demo_view import View, make_view
+from p2pdiloco_node.demo.chaos import inject_faults
+from p2pdiloco_node.demo.summary import Fault, NodeFacts, Summary, facts_of_log, in_words, summarise
+from p2pdiloco_node.demo.swarm import POLL_S, Daemon, Swarm, training_bytes
+from p2pdiloco_node.demo.view import View, make_view
 from p2pdiloco_node.lifetime import on_hang_up
 from p2pdiloco_node.run.folder import JOURNAL, LOG, RUN, SPEC, WITNESS
 from p2pdiloco_node.run.new import Draft, Order, create_run
@@ -235,7 +235,7 @@ async def _start(swarm: Swarm, view: View) -> str:
 async def _follow(options: Options, swarm: Swarm, spec: RunSpec, faults: list[Fault], view: View) -> None:
     """Until every node says that the run is over; faults meanwhile, if asked for."""
     until = time.monotonic() + RUN_S_MAX
-    chaos = asyncio.create_task(demo_chaos.inject_faults(swarm, faults, view.say)) if options.chaos else None
+    chaos = asyncio.create_task(inject_faults(swarm, faults, view.say)) if options.chaos else None
     try:
         while time.monotonic() < until:
             if chaos is None or chaos.done():

@@ -35,7 +35,7 @@ from p2pdiloco.wire.log import (
     Refused,
     Scalars,
 )
-from p2pdiloco_node.demo_summary import (
+from p2pdiloco_node.demo.summary import (
     Fault,
     NodeFacts,
     data_parallel_bytes_per_token,

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from p2pdiloco_node.demo_summary import Fault
-from p2pdiloco_node.demo_swarm import POLL_S, Daemon, Swarm
+from p2pdiloco_node.demo.summary import Fault
+from p2pdiloco_node.demo.swarm import POLL_S, Daemon, Swarm
 
 PAUSE_S = 6.0  # longer than two election timeouts of the demo
 TRACKER_AWAY_S = 8.0

@@ -12,10 +12,10 @@ import pytest
 
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
-from p2pdiloco_node import demo as module
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.demo import Options
-from p2pdiloco_node.demo_view import LiveView, PlainView, make_view
+from p2pdiloco_node.demo import command as module
+from p2pdiloco_node.demo.command import Options
+from p2pdiloco_node.demo.view import LiveView, PlainView, make_view
 from p2pdiloco_node.training import version_0
 
 from .test_flags_of_run import stand_in

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.ids import Digest, PeerId, RunId
-from p2pdiloco_node.demo_swarm import Daemon
+from p2pdiloco_node.demo.swarm import Daemon
 from p2pdiloco_node.telemetry import BrainView, Gap, NodeStatus, Telemetry
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from p2pdiloco.run_spec import RunSpec
-from p2pdiloco_node.demo_swarm import Daemon, Swarm
+from p2pdiloco_node.demo.swarm import Daemon, Swarm
 
 LINE_EVERY_S = 10.0
 SAID_KEPT = 6
