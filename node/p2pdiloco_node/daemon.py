@@ -37,7 +37,7 @@ from p2pdiloco_node.config import (
     parse_size,
 )
 from p2pdiloco_node.contact import Refused, fetch_peers
-from p2pdiloco_node.data_room import shards_of
+from p2pdiloco_node.data.room import shards_of
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.joining import check_named, find_run, kept_name
 from p2pdiloco_node.lifetime import Leaving, note_address, run_life

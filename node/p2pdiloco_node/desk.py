@@ -54,7 +54,7 @@ class Evaluation(NamedTuple):
 
 
 class TrainingData(Protocol):
-    """The run's data on this disk, and what they are told of the trainer (shards.py)."""
+    """The run's data on this disk, and what they are told of the trainer (data/shards.py)."""
 
     @property
     def paths(self) -> Sequence[Path]:

@@ -16,10 +16,10 @@ from p2pdiloco.run_spec import BlobRef
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.log import Committee
+from p2pdiloco_node.data.shards import Source
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.run_blobs import RunBlobs
-from p2pdiloco_node.shards import Source
-from tests.unit.node.test_shards import Node, World
+from tests.unit.data.test_shards import Node, World
 from tests.unit.transport.conftest import End, Ends, ends  # noqa: F401 - a fixture
 
 DATA = [hashlib.shake_128(bytes([n])).digest(400_000) for n in range(3)]

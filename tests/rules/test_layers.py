@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "p2pdiloco_node.commands.flags",
         "p2pdiloco_node.config",
+        "p2pdiloco_node.data.news",
         "p2pdiloco_node.flight_recorder",
         "p2pdiloco_node.heads",
         "p2pdiloco_node.hosts",
@@ -28,7 +29,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.progress",
         "p2pdiloco_node.run.fields",
         "p2pdiloco_node.run.folder",
-        "p2pdiloco_node.shard_news",
         "p2pdiloco_node.tokenizer_json",
     ),
     # Adapters: each knows one part of the world.
@@ -44,12 +44,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "p2pdiloco_node.contact",
         "p2pdiloco_node.corpus",
+        "p2pdiloco_node.data.opened_shards",
         "p2pdiloco_node.desk",
         "p2pdiloco_node.driver",
         "p2pdiloco_node.held_deltas",
         "p2pdiloco_node.local_status",
         "p2pdiloco_node.narrator",
-        "p2pdiloco_node.opened_shards",
         "p2pdiloco_node.page_feed",
         "p2pdiloco_node.run.checks",
         "p2pdiloco_node.run.file",
@@ -60,12 +60,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "p2pdiloco_node.announcer",
+        "p2pdiloco_node.data.shards",
         "p2pdiloco_node.export",
         "p2pdiloco_node.joining",
         "p2pdiloco_node.lifetime",
         "p2pdiloco_node.run.inspect",
         "p2pdiloco_node.run.new",
-        "p2pdiloco_node.shards",
     ),
     # What people start, and its parts.
     (
@@ -78,7 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.run.command",
         "p2pdiloco_node.verify",
     ),
-    ("p2pdiloco_node.checkpoint_maker", "p2pdiloco_node.data_room", "p2pdiloco_node.lab.compiling"),
+    ("p2pdiloco_node.checkpoint_maker", "p2pdiloco_node.data.room", "p2pdiloco_node.lab.compiling"),
     ("p2pdiloco_node.daemon", "p2pdiloco_node.lab.model", "p2pdiloco_node.tracker"),
     ("p2pdiloco_node.lab", "p2pdiloco_node.demo.summary", "p2pdiloco_node.demo.swarm"),
     ("p2pdiloco_node.demo.chaos", "p2pdiloco_node.demo.view"),

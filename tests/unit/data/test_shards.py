@@ -15,9 +15,9 @@ from p2pdiloco.errors import OperatorError, PeerError, TransportError
 from p2pdiloco.ids import Digest, PeerId, RunId, digest_of, tagged_digest
 from p2pdiloco.run_spec import BlobRef, DataSpec, EvaluationSet, TokenizerSpec
 from p2pdiloco.wire.frames import make_frame
-from p2pdiloco_node.opened_shards import OpenedShards
+from p2pdiloco_node.data.opened_shards import OpenedShards
+from p2pdiloco_node.data.shards import Disk, Shards
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.shards import Disk, Shards
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.training.data import DataFeed, DataOrder, ShardReader

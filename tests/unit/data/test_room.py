@@ -16,7 +16,7 @@ from p2pdiloco.run_spec import BlobRef
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.config import NodeConfig, load, parse_size
-from p2pdiloco_node.data_room import DataRoom
+from p2pdiloco_node.data.room import DataRoom
 from p2pdiloco_node.run_blobs import DONORS_TRIED_MAX, RunBlobs
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training.machine import Machine

@@ -34,7 +34,7 @@ class Failing(NamedTuple):
 
 
 class ShardNews:
-    """Items as in shards.py."""
+    """Items as in data/shards.py."""
 
     def __init__(self, data: DataSpec, said: Said, clock: Callable[[], float]) -> None:
         self._data = data

@@ -11,7 +11,7 @@ from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import Digest, digest_of
 from p2pdiloco.run_spec import BlobRef
 from p2pdiloco.wire.frames import make_frame
-from p2pdiloco_node.opened_shards import OpenedShards
+from p2pdiloco_node.data.opened_shards import OpenedShards
 from p2pdiloco_node.storage.files import Files
 from tests.unit.storage.conftest import Died, FaultyFiles
 

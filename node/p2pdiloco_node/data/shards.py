@@ -21,9 +21,9 @@ from p2pdiloco.errors import OperatorError, PeerError, TransportError
 from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import Digest
 from p2pdiloco.run_spec import BlobRef, DataSpec
-from p2pdiloco_node.opened_shards import OpenedShards
+from p2pdiloco_node.data.news import Failing, Said, ShardNews
+from p2pdiloco_node.data.opened_shards import OpenedShards
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.shard_news import Failing, Said, ShardNews
 from p2pdiloco_node.training.data import DataOrder
 from p2pdiloco_node.training.shard_plan import Plan, costs_of, gives_way, make_plan, shortfall
 
