@@ -109,7 +109,7 @@ def test_chaos_hits_the_swarm_until_the_run_is_over(
 
     swarm = cast("Any", SimpleNamespace(nodes=[node], poll=poll, dead=lambda: None))
     view = cast("Any", SimpleNamespace(show=lambda *_: None, say=lambda _: None))
-    monkeypatch.setattr(module.demo_chaos, "inject_faults", inject_faults)
+    monkeypatch.setattr(module, "inject_faults", inject_faults)
     monkeypatch.setattr(module, "POLL_S", 0.0)
     options = options_of(monkeypatch, *(["--chaos"] if chaos else []))
     asyncio.run(module._follow(options, swarm, fake_run().spec, [], view))
