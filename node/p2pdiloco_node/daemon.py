@@ -47,8 +47,8 @@ from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.telemetry import Telemetry
-from p2pdiloco_node.tracked import OfNode, about_run
-from p2pdiloco_node.tracking import About, Tracking, Wanted
+from p2pdiloco_node.tracking.boards import About, Tracking, Wanted
+from p2pdiloco_node.tracking.figures import OfNode, about_run
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
 from p2pdiloco_node.training.families import open_config

@@ -53,8 +53,8 @@ from p2pdiloco_node.storage.files import guarded
 from p2pdiloco_node.storage.keys import load_key
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 from p2pdiloco_node.telemetry import Telemetry
-from p2pdiloco_node.tracked import OfRun, about_run
-from p2pdiloco_node.tracking import About, Tracking, Wanted
+from p2pdiloco_node.tracking.boards import About, Tracking, Wanted
+from p2pdiloco_node.tracking.figures import OfRun, about_run
 from p2pdiloco_node.transport.addresses import is_dialable
 from p2pdiloco_node.transport.answers import remote_ip
 from p2pdiloco_node.transport.downloads import Downloads

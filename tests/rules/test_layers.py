@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.status_page",
         "p2pdiloco_node.storage",
         "p2pdiloco_node.telemetry",
-        "p2pdiloco_node.tracking",
+        "p2pdiloco_node.tracking.boards",
         "p2pdiloco_node.training",
         "p2pdiloco_node.transport",
     ),
@@ -56,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.run_blobs",
         "p2pdiloco_node.simulate",
         "p2pdiloco_node.state_keeper",
-        "p2pdiloco_node.tracked",
+        "p2pdiloco_node.tracking.figures",
     ),
     (
         "p2pdiloco_node.announcer",

@@ -17,8 +17,7 @@ from p2pdiloco_node.demo import command as module
 from p2pdiloco_node.demo.command import Options
 from p2pdiloco_node.demo.view import LiveView, PlainView, make_view
 from p2pdiloco_node.training import version_0
-
-from .test_flags_of_run import stand_in
+from tests.unit.run.test_flags_of_run import stand_in
 
 RUN = RunId(bytes(32))
 

@@ -196,7 +196,7 @@ async def test_tensorboard_is_where_curves_are_written(enter: Enter, here: Path)
 def test_wandb_is_asked_for(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("p2pdiloco_node.tracking.importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr("p2pdiloco_node.tracking.boards.importlib.util.find_spec", lambda _name: None)
     assert run_command(["node", "--data-dir", str(here / "known"), "--wandb", "project"]) == 3
     assert "--wandb needs a library" in capsys.readouterr().err
 

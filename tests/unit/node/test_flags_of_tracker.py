@@ -96,7 +96,7 @@ def test_tensorboard_is_where_curves_are_written(monkeypatch: pytest.MonkeyPatch
 def test_wandb_is_asked_for(
     kept: KeptRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("p2pdiloco_node.tracking.importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setattr("p2pdiloco_node.tracking.boards.importlib.util.find_spec", lambda _name: None)
     assert run_command(["tracker", "--run", str(kept.folder), "--wandb", "project"]) == 3
     assert "--wandb needs a library" in capsys.readouterr().err
 

@@ -10,8 +10,8 @@ from p2pdiloco.ids import Digest
 from p2pdiloco.protocol.actions import InstallEntry
 from p2pdiloco.run_spec import SampleSpec
 from p2pdiloco.wire.log import OuterStep, open_body
-from p2pdiloco_node.tracked import OfNode, OfRun, about_run
-from p2pdiloco_node.tracking import Point
+from p2pdiloco_node.tracking.boards import Point
+from p2pdiloco_node.tracking.figures import OfNode, OfRun, about_run
 from p2pdiloco_node.training.frames import Evaluated, Stepped
 from tests.conftest import peer_of
 

@@ -12,7 +12,7 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
-from p2pdiloco_node.tracking import About, Point, Tracking, Wanted
+from p2pdiloco_node.tracking.boards import About, Point, Tracking, Wanted
 
 HOSTILE = "<script>alert(1)</script>\n# no heading\n[link](javascript:alert(1))"
 POINTS = [
@@ -83,7 +83,7 @@ async def test_without_a_flag_nothing_is_written(tmp_path: Path) -> None:
 
 def test_without_a_flag_nothing_is_imported() -> None:
     code = (
-        "import sys, p2pdiloco_node.tracking, p2pdiloco_node.tracked\n"
+        "import sys, p2pdiloco_node.tracking.boards, p2pdiloco_node.tracking.figures\n"
         "assert not {'tensorboard', 'wandb', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -92,7 +92,7 @@ def test_without_a_flag_nothing_is_imported() -> None:
 def test_a_daemon_that_tracks_imports_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     code = (
-        "import sys\nfrom p2pdiloco_node.tracking import TensorBoardSink, Point\n"
+        "import sys\nfrom p2pdiloco_node.tracking.boards import TensorBoardSink, Point\n"
         f"sink = TensorBoardSink({str(tmp_path)!r})\n"
         "sink.write(Point(1, 1.0, {'loss': 1.0}))\nsink.close()\n"
         "assert not {'torch', 'transformers', 'tensorflow'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""Which figures are tracked: of a whole run at its tracker, of one node at its daemon (tracking.py)."""
+"""Which figures are tracked: of a whole run at its tracker, of one node at its daemon (boards.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.status.builder import Unsaved
 from p2pdiloco.status.names import clean_name
 from p2pdiloco.status.read_model import EvalPoint, RunStatus, Samples
-from p2pdiloco_node.tracking import Point
+from p2pdiloco_node.tracking.boards import Point
 from p2pdiloco_node.training.frames import Evaluated, Stepped
 
 
