@@ -12,8 +12,8 @@ from p2pdiloco.errors import PeerError
 from p2pdiloco.protocol.actions import InstallEntry
 from p2pdiloco.status import StatusBuilder, join_hint
 from p2pdiloco.wire.log import Content
-from p2pdiloco_node import page_feed
-from p2pdiloco_node.page_feed import PageFeed
+from p2pdiloco_node.hosting import page_feed
+from p2pdiloco_node.hosting.page_feed import PageFeed
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 from tests.unit.protocol.builders import NODES, Chain, make_run, recover
 

@@ -23,12 +23,12 @@ from p2pdiloco.run_spec import RunSpec, TensorSpec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import OuterStep, Scalars
 from p2pdiloco.wire.messages import SnapshotOffer
-from p2pdiloco_node.checkpoint_maker import CheckpointMaker, Seen
-from p2pdiloco_node.checkpoint_shelf import LISTED, CheckpointShelf, Job
 from p2pdiloco_node.export.chain import Tally
 from p2pdiloco_node.export.facts import Evaluation, Heard, Origin
 from p2pdiloco_node.export.hf_folder import Content
 from p2pdiloco_node.export.sources import room_needed
+from p2pdiloco_node.hosting.checkpoint_maker import CheckpointMaker, Seen
+from p2pdiloco_node.hosting.checkpoint_shelf import LISTED, CheckpointShelf, Job
 
 SIZE = 1000
 PARAMS = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)

@@ -30,12 +30,12 @@ from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.log import Content as EntryContent
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import SnapshotOffer
-from p2pdiloco_node.checkpoint_shelf import DTYPE, CheckpointShelf, Job
 from p2pdiloco_node.export.certified import Read, snapshot_chunks, tokenizer_bytes
 from p2pdiloco_node.export.chain import Tally
 from p2pdiloco_node.export.facts import Evaluation, Heard, Origin
 from p2pdiloco_node.export.hf_folder import Content
 from p2pdiloco_node.export.weights import Chunk
+from p2pdiloco_node.hosting.checkpoint_shelf import DTYPE, CheckpointShelf, Job
 from p2pdiloco_node.ports import Array
 
 log = logging.getLogger("p2pdiloco.tracker")
