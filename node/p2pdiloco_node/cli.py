@@ -277,7 +277,7 @@ def status(*, url: str | None = None, json: bool = False) -> int:
     json:
         Print what they answer, for programs.
     """
-    from p2pdiloco_node.local_status import print_status
+    from p2pdiloco_node.process.local_status import print_status
 
     return print_status(url, as_json=json)
 

@@ -40,9 +40,9 @@ from p2pdiloco_node.contact import Refused, fetch_peers
 from p2pdiloco_node.data.room import shards_of
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.joining import check_named, find_run, kept_name
-from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.narrator import Narrator
 from p2pdiloco_node.participant import Participant, Setting
+from p2pdiloco_node.process.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key

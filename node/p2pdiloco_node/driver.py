@@ -32,7 +32,6 @@ from p2pdiloco.protocol.actions import Action, Settled
 from p2pdiloco.protocol.context import HeldDelta
 from p2pdiloco.protocol.events import Event
 from p2pdiloco.wire.messages import DeltaHeader, Outcome, SnapshotOffer
-from p2pdiloco_node.flight_recorder import FlightRecorder
 from p2pdiloco_node.ports import (
     Array,
     BlobStore,
@@ -43,6 +42,7 @@ from p2pdiloco_node.ports import (
     StateKeeper,
     Transport,
 )
+from p2pdiloco_node.process.flight_recorder import FlightRecorder
 
 log = logging.getLogger("p2pdiloco.driver")
 T = TypeVar("T")

@@ -50,12 +50,12 @@ from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import HostPort
 from p2pdiloco_node.driver import Desk, Driver, Ports
-from p2pdiloco_node.flight_recorder import FlightRecorder
 from p2pdiloco_node.heads import Heads
 from p2pdiloco_node.held_deltas import HeldDeltas
-from p2pdiloco_node.hosts import names_loopback, reachable_hosts
-from p2pdiloco_node.lifetime import first_fault
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.process.flight_recorder import FlightRecorder
+from p2pdiloco_node.process.hosts import names_loopback, reachable_hosts
+from p2pdiloco_node.process.lifetime import first_fault
 from p2pdiloco_node.run.folder import BLOBS, JOURNAL, LOG
 from p2pdiloco_node.run_blobs import RunBlobs
 from p2pdiloco_node.state_keeper import DiskStateKeeper

@@ -41,10 +41,10 @@ from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
 from p2pdiloco_node.hosting.checkpoint_maker import CheckpointMaker, Seen, heard_of, listing
 from p2pdiloco_node.hosting.checkpoint_shelf import CheckpointShelf
 from p2pdiloco_node.hosting.page_feed import PageFeed
-from p2pdiloco_node.hosts import reachable_hosts
-from p2pdiloco_node.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.participant import Participant, Setting, deltas_named
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.process.hosts import reachable_hosts
+from p2pdiloco_node.process.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.run.folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY, others_in
 from p2pdiloco_node.status_page import StatusPage
 from p2pdiloco_node.storage.blob_store import DiskBlobStore

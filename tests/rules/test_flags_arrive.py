@@ -128,7 +128,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         },
     ),
     ("status",): Command(
-        "p2pdiloco_node.local_status:print_status", "status",
+        "p2pdiloco_node.process.local_status:print_status", "status",
         {"--url": ("http://127.0.0.1:9", "url"), "--json": ("", "as_json")},
     ),
     ("verify",): Command("p2pdiloco_node.verify:print_verified", "verify x", {"--json": ("", "as_json")}),

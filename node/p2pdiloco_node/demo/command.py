@@ -31,7 +31,7 @@ from p2pdiloco_node.demo.chaos import inject_faults
 from p2pdiloco_node.demo.summary import Fault, NodeFacts, Summary, facts_of_log, in_words, summarise
 from p2pdiloco_node.demo.swarm import POLL_S, Daemon, Swarm, training_bytes
 from p2pdiloco_node.demo.view import View, make_view
-from p2pdiloco_node.lifetime import on_hang_up
+from p2pdiloco_node.process.lifetime import on_hang_up
 from p2pdiloco_node.run.folder import JOURNAL, LOG, RUN, SPEC, WITNESS
 from p2pdiloco_node.run.new import Draft, Order, create_run
 from p2pdiloco_node.training.timing import time_inner_steps

@@ -22,8 +22,8 @@ from p2pdiloco.protocol.events import Event
 from p2pdiloco.wire.log import Entry, OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Goodbye, Message, Outcome, SnapshotOffer
 from p2pdiloco_node.driver import Driver, Ports
-from p2pdiloco_node.flight_recorder import FlightRecorder, read_flight
 from p2pdiloco_node.ports import Array, CheckedDelta, Purpose, Roots
+from p2pdiloco_node.process.flight_recorder import FlightRecorder, read_flight
 
 PEER = PeerId(b"p" * 32)
 DELTA = Digest(b"d" * 32)

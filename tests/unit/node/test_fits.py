@@ -16,7 +16,7 @@ from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node import daemon as module
 from p2pdiloco_node.config import NodeConfig
 from p2pdiloco_node.daemon import Daemon
-from p2pdiloco_node.lifetime import Leaving
+from p2pdiloco_node.process.lifetime import Leaving
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.training.machine import Gpu, Machine
 from p2pdiloco_node.training.presets import inner_spec, model_spec

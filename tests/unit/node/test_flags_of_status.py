@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from p2pdiloco.ids import Digest, PeerId, RunId
-from p2pdiloco_node import local_status
 from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.process import local_status
 from p2pdiloco_node.telemetry import BrainView, Telemetry
 from tests.unit.export.conftest import KeptRun
 

@@ -11,7 +11,7 @@ import pytest
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import HostPort, TrackerConfig
-from p2pdiloco_node.lifetime import Leaving
+from p2pdiloco_node.process.lifetime import Leaving
 from p2pdiloco_node.tracker import Tracker
 
 

@@ -24,7 +24,7 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import NETWORK, USAGE
-from p2pdiloco_node.hosts import names_loopback
+from p2pdiloco_node.process.hosts import names_loopback
 from p2pdiloco_node.telemetry import NodeStatus, state_words
 
 ANSWER_S = 3.0

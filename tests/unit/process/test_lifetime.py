@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
-from p2pdiloco_node.lifetime import Leaving, first_fault, run_life
+from p2pdiloco_node.process.lifetime import Leaving, first_fault, run_life
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest, PeerId, RunId
-from p2pdiloco_node.local_status import in_words, print_status
+from p2pdiloco_node.process.local_status import in_words, print_status
 from p2pdiloco_node.telemetry import BrainView, NodeStatus, Telemetry
 
 ME = PeerId(b"m" * 32)
