@@ -20,10 +20,10 @@ from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.protocol.tracker import NODE_STATES
 from p2pdiloco.wire.messages import Announce, PeerRecord, Peers
-from p2pdiloco_node.contact import Refused, announce, another_run, greet
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.transport.client import Client
+from p2pdiloco_node.transport.contact import Refused, announce, another_run, greet
 
 BACK_OFF_MAX_INTERVALS = 4.0
 TOLD_PEERS_MAX = 16  # peers that are told directly while no tracker answers

@@ -36,7 +36,6 @@ from p2pdiloco_node.config import (
     parse_peers,
     parse_size,
 )
-from p2pdiloco_node.contact import Refused, fetch_peers
 from p2pdiloco_node.data.room import shards_of
 from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.joining import check_named, find_run, kept_name
@@ -58,6 +57,7 @@ from p2pdiloco_node.training.memory_plan import MemoryPlan, check, in_words, pla
 from p2pdiloco_node.training.ranks import Ranks, check_batch, check_parallel, check_ranks, find_ranks
 from p2pdiloco_node.training.shard_plan import check_quota
 from p2pdiloco_node.training.supervisor import Supervisor
+from p2pdiloco_node.transport.contact import Refused, fetch_peers
 from p2pdiloco_node.transport.http_session import make_session
 
 log = logging.getLogger("p2pdiloco.node")

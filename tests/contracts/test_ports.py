@@ -7,10 +7,10 @@ import inspect
 import pytest
 
 from p2pdiloco_node import ports
-from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.journal import DiskJournal
+from p2pdiloco_node.storage.state_keeper import DiskStateKeeper
 from p2pdiloco_node.transport.client import Client
 
 

@@ -21,8 +21,8 @@ from p2pdiloco.wire.codec import encode as encode_struct
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco_node.export.kept import Kept
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.storage.state_keeper import DiskStateKeeper
 from p2pdiloco_node.verify import _Replay
 
 NODES = [FastSigner(f"node {i}") for i in range(3)]

@@ -42,12 +42,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     # One thing each, of adapters.
     (
-        "p2pdiloco_node.contact",
         "p2pdiloco_node.corpus",
         "p2pdiloco_node.data.opened_shards",
         "p2pdiloco_node.desk",
         "p2pdiloco_node.driver",
-        "p2pdiloco_node.held_deltas",
         "p2pdiloco_node.hosting.page_feed",
         "p2pdiloco_node.narrator",
         "p2pdiloco_node.process.local_status",
@@ -55,7 +53,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.run.file",
         "p2pdiloco_node.run_blobs",
         "p2pdiloco_node.simulate",
-        "p2pdiloco_node.state_keeper",
         "p2pdiloco_node.tracking.figures",
     ),
     (
@@ -233,6 +230,11 @@ def test_imports_go_down_only(root: Path, sources: list[Path]) -> None:
         fault for path in sources for fault in layer_faults(module_name(path), (root / path).read_text())
     ]
     assert not faults, "\n".join(faults)
+
+
+def test_every_place_is_looked_at() -> None:
+    groups = [group for groups in LAYERS for group in groups]
+    assert [group for group in groups if layer_of(group)[1] != group] == []  # type: ignore[index]
 
 
 def test_only_the_trainer_process_imports_torch(root: Path, sources: list[Path]) -> None:

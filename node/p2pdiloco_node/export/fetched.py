@@ -28,7 +28,6 @@ from p2pdiloco.wire.messages import PeerRecord, SnapshotOffer
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import JoinLink
-from p2pdiloco_node.contact import fetch_peers, fetch_run_spec
 from p2pdiloco_node.export.chain import Chain
 from p2pdiloco_node.export.facts import Evaluation, Heard
 from p2pdiloco_node.export.log_reader import LogReader
@@ -37,6 +36,7 @@ from p2pdiloco_node.progress import Watch
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.bodies import Pace
+from p2pdiloco_node.transport.contact import fetch_peers, fetch_run_spec
 from p2pdiloco_node.transport.fetching import Fetcher
 from p2pdiloco_node.transport.guards import Strikes
 from p2pdiloco_node.transport.http_session import make_session, read_capped, read_refusal, retry_after_s

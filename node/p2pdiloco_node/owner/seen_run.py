@@ -27,11 +27,11 @@ from p2pdiloco.wire.envelope import ANYBODY, open_envelope
 from p2pdiloco.wire.messages import PeerRecord, StateShown
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.config import HostPort, JoinLink, parse_join
-from p2pdiloco_node.contact import fetch_peers, fetch_run_spec
 from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.progress import Told
 from p2pdiloco_node.run.folder import ADDRESS, RUN, RUNS, SPEC, WITNESS
 from p2pdiloco_node.transport.addresses import check_address, url_host
+from p2pdiloco_node.transport.contact import fetch_peers, fetch_run_spec
 from p2pdiloco_node.transport.http_session import read_capped
 
 

@@ -53,9 +53,9 @@ from p2pdiloco.wire.log import (
 )
 from p2pdiloco.wire.signing import Ed25519Signer, ack_statement, delta_statement, verify_ed25519
 from p2pdiloco_node.ports import Array, Purpose
-from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.journal import DiskJournal
+from p2pdiloco_node.storage.state_keeper import DiskStateKeeper
 from p2pdiloco_node.transport.readers import ReaderRoutes
 from p2pdiloco_node.transport.server import Server
 from p2pdiloco_node.transport.traffic import Traffic

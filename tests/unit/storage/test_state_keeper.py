@@ -25,9 +25,9 @@ from p2pdiloco.wire import codec
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Outcome
 from p2pdiloco_node.ports import Purpose, Roots, StateKeeper
-from p2pdiloco_node.state_keeper import DiskStateKeeper
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.files import Files
+from p2pdiloco_node.storage.state_keeper import DiskStateKeeper
 
 NODE = FastSigner("node")
 RUN = tiny_run(FastSigner("owner"), FastSigner("witness").peer_id)

@@ -17,7 +17,7 @@ from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import PROTOCOL_VERSION
 from p2pdiloco.wire.signing import Ed25519Signer
-from p2pdiloco_node.contact import NotATracker, fetch_peers, fetch_run_spec, greet
+from p2pdiloco_node.transport.contact import NotATracker, fetch_peers, fetch_run_spec, greet
 from p2pdiloco_node.transport.http_session import make_session
 from p2pdiloco_node.transport.listener import Listener
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from p2pdiloco.ids import Digest, PeerId, digest_of
 from p2pdiloco.protocol.context import HeldDelta
 from p2pdiloco.wire.messages import DeltaHeader
-from p2pdiloco_node.held_deltas import HeldDeltas
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.storage.held_deltas import HeldDeltas
 
 
 def held(blob: bytes, sequence: int) -> HeldDelta:
