@@ -339,7 +339,7 @@ def simulate(
         Run again what is kept from earlier.
     """
     if experiment is None:
-        from p2pdiloco_node.simulate import print_simulation
+        from p2pdiloco_node.lab.seeds import print_simulation
 
         given = {
             "--set": set_, "--arms": arms, "--against": against, "--plot": plot, "--markdown": markdown,

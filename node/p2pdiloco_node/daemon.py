@@ -26,7 +26,6 @@ from p2pdiloco.protocol import events as fact
 from p2pdiloco.run_spec import RunSpec, spec_bytes_of
 from p2pdiloco.wire.messages import EvalReport, Goodbye, SetLoss
 from p2pdiloco_node import __version__
-from p2pdiloco_node.announcer import Announcer
 from p2pdiloco_node.config import (
     HostPort,
     JoinLink,
@@ -37,14 +36,15 @@ from p2pdiloco_node.config import (
     parse_size,
 )
 from p2pdiloco_node.data.room import shards_of
-from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
-from p2pdiloco_node.joining import check_named, find_run, kept_name
-from p2pdiloco_node.narrator import Narrator
-from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.process.lifetime import Leaving, note_address, run_life
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.taking_part.announcer import Announcer
+from p2pdiloco_node.taking_part.desk import Evaluation, State, TrainerDesk
+from p2pdiloco_node.taking_part.joining import check_named, find_run, kept_name
+from p2pdiloco_node.taking_part.narrator import Narrator
+from p2pdiloco_node.taking_part.participant import Participant, Setting
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.tracking.boards import About, Tracking, Wanted
 from p2pdiloco_node.tracking.figures import OfNode, about_run

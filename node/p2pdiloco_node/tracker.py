@@ -41,7 +41,6 @@ from p2pdiloco_node.config import HostPort, TrackerConfig, parse_address
 from p2pdiloco_node.hosting.checkpoint_maker import CheckpointMaker, Seen, heard_of, listing
 from p2pdiloco_node.hosting.checkpoint_shelf import CheckpointShelf
 from p2pdiloco_node.hosting.page_feed import PageFeed
-from p2pdiloco_node.participant import Participant, Setting, deltas_named
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.process.hosts import reachable_hosts
 from p2pdiloco_node.process.lifetime import Leaving, note_address, run_life
@@ -52,6 +51,7 @@ from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import guarded
 from p2pdiloco_node.storage.keys import load_key
 from p2pdiloco_node.storage.tracker_db import TrackerDb
+from p2pdiloco_node.taking_part.participant import Participant, Setting, deltas_named
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.tracking.boards import About, Tracking, Wanted
 from p2pdiloco_node.tracking.figures import OfRun, about_run

@@ -18,7 +18,7 @@ from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.log import Committee
 from p2pdiloco_node.data.shards import Source
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.run_blobs import RunBlobs
+from p2pdiloco_node.taking_part.blobs import RunBlobs
 from tests.unit.data.test_shards import Node, World
 from tests.unit.transport.conftest import End, Ends, ends  # noqa: F401 - a fixture
 

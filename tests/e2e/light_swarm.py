@@ -28,13 +28,13 @@ from p2pdiloco.wire.frames import make_frame
 from p2pdiloco.wire.messages import DeltaHeader
 from p2pdiloco.wire.signing import delta_statement
 from p2pdiloco_node import __version__
-from p2pdiloco_node.announcer import Announcer
 from p2pdiloco_node.config import HostPort, JoinLink, TrackerConfig
-from p2pdiloco_node.participant import Participant, Setting
 from p2pdiloco_node.ports import Array, Purpose
 from p2pdiloco_node.process.lifetime import Leaving
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.keys import load_or_make_key
+from p2pdiloco_node.taking_part.announcer import Announcer
+from p2pdiloco_node.taking_part.participant import Participant, Setting
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.tracker import Tracker
 from p2pdiloco_node.transport.http_session import make_session

@@ -216,7 +216,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
 }  # fmt: skip
 ALSO = [  # another function, for another shape of a command line
     Command(
-        "p2pdiloco_node.simulate:print_simulation", "simulate",
+        "p2pdiloco_node.lab.seeds:print_simulation", "simulate",
         {"--seeds": ("5", "seeds"), "--json": ("x.json", "json_file"), "--jobs": ("5", "jobs")},
     ),
 ]  # fmt: skip

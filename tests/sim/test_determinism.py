@@ -10,7 +10,7 @@ PROGRAM = """
 import hashlib
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.swarm import run_seed
-from p2pdiloco_node.simulate import generator
+from p2pdiloco_node.lab.seeds import generator
 for seed in (15, 16, 17, 18):
     report = run_seed(seed, generator(seed), Node, keep_trace=True, real_keys=seed == 15)
     print(seed, len(report.trace), hashlib.sha256("\\n".join(report.trace).encode()).hexdigest())

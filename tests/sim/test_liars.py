@@ -11,7 +11,7 @@ from p2pdiloco.sim.liars import LIES, Liar
 from p2pdiloco.sim.machine import Machine
 from p2pdiloco.sim.stage import Stage
 from p2pdiloco.wire.messages import Ack, Proposal
-from p2pdiloco_node.simulate import generator
+from p2pdiloco_node.lab.seeds import generator
 
 
 def stage_with_a_liar_seated(rotation: int = 3) -> tuple[Stage, Machine]:

@@ -33,7 +33,7 @@ from p2pdiloco.wire.log import Membership as MembershipEntry
 from p2pdiloco.wire.log import OuterStep, body_digest, open_body, state_root
 from p2pdiloco.wire.messages import LastAck, Proposal, Vote
 from p2pdiloco.wire.signing import proposal_statement
-from p2pdiloco_node.simulate import generator
+from p2pdiloco_node.lab.seeds import generator
 
 Plant = Callable[[pytest.MonkeyPatch], Callable[[World], None] | None]
 

@@ -7,7 +7,7 @@ from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.stage import Stage
 from p2pdiloco.sim.tiny_run import Timings
 from p2pdiloco.wire.log import OuterStep
-from p2pdiloco_node.simulate import generator
+from p2pdiloco_node.lab.seeds import generator
 
 
 def messages_per_follower_and_second(nodes: int) -> float:

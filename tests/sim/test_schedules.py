@@ -6,7 +6,7 @@ import pytest
 
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.schedules import SCHEDULES, run_schedule
-from p2pdiloco_node.simulate import generator
+from p2pdiloco_node.lab.seeds import generator
 
 # Schedules with the seeds that once found a bug in them.
 KEPT = [

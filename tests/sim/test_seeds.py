@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco_node.simulate import REAL_KEYS_EVERY, SimulationReport, simulate_seeds
+from p2pdiloco_node.lab.seeds import REAL_KEYS_EVERY, SimulationReport, simulate_seeds
 
 EVERYDAY = range(1, 301)
 CHUNK = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.swarm import run_seed
 from p2pdiloco.sim.world import World
-from p2pdiloco_node.simulate import generator
+from p2pdiloco_node.lab.seeds import generator
 
 
 def test_swarms_of_each_codec_are_among_the_everyday_seeds() -> None:

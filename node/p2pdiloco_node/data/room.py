@@ -11,7 +11,7 @@ from pathlib import Path
 from p2pdiloco import limits
 from p2pdiloco_node.data.opened_shards import OpenedShards
 from p2pdiloco_node.data.shards import Disk, Shards
-from p2pdiloco_node.participant import Participant
+from p2pdiloco_node.taking_part.participant import Participant
 from p2pdiloco_node.training.data import DataOrder
 from p2pdiloco_node.training.machine import free_disk
 

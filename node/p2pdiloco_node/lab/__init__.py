@@ -1,1 +1,1 @@
-"""`p2pdiloco simulate FILE`: the lab of p2pdiloco/sim/lab with files, processes, tables and plots."""
+"""`p2pdiloco simulate`: the lab of p2pdiloco/sim/lab with files, processes and plots; or seeds alone."""

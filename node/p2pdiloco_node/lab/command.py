@@ -26,8 +26,8 @@ from p2pdiloco_node.lab.cache import Cache, source_digest
 from p2pdiloco_node.lab.progress import StudyProgress
 from p2pdiloco_node.lab.report import Summary, summarize
 from p2pdiloco_node.lab.runs import Done, Failed, Share, Task, Work, run_live, run_tasks
+from p2pdiloco_node.lab.seeds import check_jobs, part_of, say, write_output
 from p2pdiloco_node.lab.study import Study, choose_arms, read_study
-from p2pdiloco_node.simulate import check_jobs, part_of, say, write_output
 
 STORY_LINES = 12  # of a traceback that is ours
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.sim.lab.result import Point, Result
+from p2pdiloco_node.lab.seeds import write_output
 from p2pdiloco_node.lab.study import Study
-from p2pdiloco_node.simulate import write_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

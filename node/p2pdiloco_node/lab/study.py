@@ -28,7 +28,7 @@ from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import outer_defaults
 from p2pdiloco.sim.lab.experiment import Data, Experiment, Inner, Model, Outer, Run, Swarm, check_experiment
 from p2pdiloco_node.config import nearest
-from p2pdiloco_node.simulate import SEED_MAX, parse_seeds
+from p2pdiloco_node.lab.seeds import SEED_MAX, parse_seeds
 
 SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "swarm": Swarm, "model": Model, "data": Data, "inner": Inner, "outer": Outer, "run": Run,

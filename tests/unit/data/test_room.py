@@ -17,7 +17,7 @@ from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.config import NodeConfig, load, parse_size
 from p2pdiloco_node.data.room import DataRoom
-from p2pdiloco_node.run_blobs import DONORS_TRIED_MAX, RunBlobs
+from p2pdiloco_node.taking_part.blobs import DONORS_TRIED_MAX, RunBlobs
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training.machine import Machine
 from p2pdiloco_node.training.memory_plan import DATA_ROW, MemoryPlan, Wishes, plan_memory
@@ -142,8 +142,8 @@ async def test_a_piece_of_version_0_is_no_larger_than_the_model_makes_it() -> No
 
 
 def test_a_node_keeps_its_name_over_restarts(tmp_path: Path) -> None:
-    from p2pdiloco_node.joining import kept_name
     from p2pdiloco_node.storage.data_dir import DataDir
+    from p2pdiloco_node.taking_part.joining import kept_name
 
     with DataDir(tmp_path / "node") as data:
         assert kept_name(data, "") == ""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from p2pdiloco_node import simulate
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.lab import command
+from p2pdiloco_node.lab import seeds as module
 
 
 class Bench:
@@ -92,14 +92,14 @@ def test_without_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[int] = []
-    real = simulate.simulate_seeds
+    real = module.simulate_seeds
 
     def seeds(numbers: Any, *, jobs: int, **more: Any) -> Any:
         asked.append(jobs)
         return real(numbers, jobs=1, **more)
 
-    monkeypatch.setattr(simulate, "simulate_seeds", seeds)
-    monkeypatch.setattr(simulate.limits, "simulated_chunk_seeds", 1)
+    monkeypatch.setattr(module, "simulate_seeds", seeds)
+    monkeypatch.setattr(module.limits, "simulated_chunk_seeds", 1)
     assert run_command(["simulate", "--seeds", "5,6", "--jobs", "2", "--json", "x.json"]) == 0
     assert capsys.readouterr().out.startswith("2 seeds and 0 directed schedules")
     assert json.loads(Path("x.json").read_text())["seeds"] == 2

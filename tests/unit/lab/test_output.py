@@ -13,7 +13,7 @@ import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.simulate import parse_seeds, print_simulation, say, write_output
+from p2pdiloco_node.lab.seeds import parse_seeds, print_simulation, say, write_output
 
 
 def full_disk(part: Path, data: bytes) -> int:

@@ -19,8 +19,8 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import PROTOCOL_VERSION
 from p2pdiloco.wire.signing import Ed25519Signer
 from p2pdiloco_node.config import parse_join
-from p2pdiloco_node.joining import Found, find_run
 from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.taking_part.joining import Found, find_run
 from p2pdiloco_node.transport.http_session import make_session
 from p2pdiloco_node.transport.listener import Listener
 

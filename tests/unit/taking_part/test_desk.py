@@ -16,8 +16,8 @@ from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import AdoptState, Settled
 from p2pdiloco.wire.messages import DeltaHeader
-from p2pdiloco_node.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.ports import Array
+from p2pdiloco_node.taking_part.desk import Evaluation, State, TrainerDesk
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import write_array

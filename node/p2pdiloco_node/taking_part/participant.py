@@ -50,19 +50,19 @@ from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
 from p2pdiloco_node import __version__
 from p2pdiloco_node.config import HostPort
 from p2pdiloco_node.driver import Desk, Driver, Ports
-from p2pdiloco_node.heads import Heads
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.process.flight_recorder import FlightRecorder
 from p2pdiloco_node.process.hosts import names_loopback, reachable_hosts
 from p2pdiloco_node.process.lifetime import first_fault
 from p2pdiloco_node.run.folder import BLOBS, JOURNAL, LOG
-from p2pdiloco_node.run_blobs import RunBlobs
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.storage.blob_store import BUDGETS, DiskBlobStore
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.held_deltas import HeldDeltas
 from p2pdiloco_node.storage.journal import DiskJournal
 from p2pdiloco_node.storage.state_keeper import DiskStateKeeper
+from p2pdiloco_node.taking_part.blobs import RunBlobs
+from p2pdiloco_node.taking_part.heads import Heads
 from p2pdiloco_node.telemetry import BrainView, Telemetry
 from p2pdiloco_node.transport.answers import remote_ip
 from p2pdiloco_node.transport.client import Client

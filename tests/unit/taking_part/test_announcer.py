@@ -18,9 +18,9 @@ from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.envelope import open_envelope, seal
 from p2pdiloco.wire.messages import Announce, PeerRecord
 from p2pdiloco.wire.signing import Ed25519Signer, verify_ed25519
-from p2pdiloco_node.announcer import Announcer
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.taking_part.announcer import Announcer
 from p2pdiloco_node.telemetry import BrainView, Telemetry
 from p2pdiloco_node.transport.client import Client
 from p2pdiloco_node.transport.contact import Refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco.wire.messages import DeltaReceipt, Outcome
-from p2pdiloco_node.narrator import Narrator
+from p2pdiloco_node.taking_part.narrator import Narrator
 from p2pdiloco_node.telemetry import BrainView, Telemetry
 
 ME, OTHER, WITNESS = PeerId(b"m" * 32), PeerId(b"o" * 32), PeerId(b"w" * 32)

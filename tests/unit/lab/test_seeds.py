@@ -10,7 +10,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.protocol import node as node_module
 from p2pdiloco.protocol.election import Election
-from p2pdiloco_node.simulate import parse_seeds, print_simulation, simulate_seeds
+from p2pdiloco_node.lab.seeds import parse_seeds, print_simulation, simulate_seeds
 
 
 class NeverLeads(Election):

@@ -9,7 +9,7 @@ from p2pdiloco.ids import Digest, short
 from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import Say
 from p2pdiloco.wire import messages as msg
-from p2pdiloco_node.participant import _Door
+from p2pdiloco_node.taking_part.participant import _Door
 from p2pdiloco_node.transport.guards import Strikes
 from tests.unit.protocol.builders import NODES, WITNESS, Driven, header, make_run, sent, take
 

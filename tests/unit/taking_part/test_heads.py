@@ -5,7 +5,7 @@ from __future__ import annotations
 from p2pdiloco import limits
 from p2pdiloco.ids import NO_DIGEST, PeerId
 from p2pdiloco.wire.log import Committee
-from p2pdiloco_node.heads import ALONE_S, Heads
+from p2pdiloco_node.taking_part.heads import ALONE_S, Heads
 
 W, A, B, C, ME, STRANGER = (PeerId(bytes([n]) * 32) for n in range(1, 7))
 ALONE = Committee(W, ())
