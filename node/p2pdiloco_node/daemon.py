@@ -42,6 +42,7 @@ from p2pdiloco_node.storage.files import make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.taking_part.announcer import Announcer
 from p2pdiloco_node.taking_part.desk import Evaluation, State, TrainerDesk
+from p2pdiloco_node.taking_part.fitting import fit, trainer_settings
 from p2pdiloco_node.taking_part.joining import check_named, find_run, kept_name
 from p2pdiloco_node.taking_part.narrator import Narrator
 from p2pdiloco_node.taking_part.participant import Participant, Setting
@@ -50,12 +51,8 @@ from p2pdiloco_node.tracking.boards import About, Tracking, Wanted
 from p2pdiloco_node.tracking.figures import OfNode, about_run
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
-from p2pdiloco_node.training.families import open_config
-from p2pdiloco_node.training.frames import TrainerSettings
-from p2pdiloco_node.training.machine import gpus, this_machine
-from p2pdiloco_node.training.memory_plan import MemoryPlan, check, in_words, plan_memory, wishes_of
-from p2pdiloco_node.training.ranks import Ranks, check_batch, check_parallel, check_ranks, find_ranks
-from p2pdiloco_node.training.shard_plan import check_quota
+from p2pdiloco_node.training.machine import gpus
+from p2pdiloco_node.training.ranks import check_parallel, check_ranks, find_ranks
 from p2pdiloco_node.training.supervisor import Supervisor
 from p2pdiloco_node.transport.contact import Refused, fetch_peers
 from p2pdiloco_node.transport.http_session import make_session
@@ -182,37 +179,7 @@ class Daemon:
         )
 
     async def _fits(self, spec: RunSpec, folder: Path) -> None:
-        """What this node will need, said before anything is fetched (scenario R5). Raises: OperatorError."""
-        open_config(spec.model.family, spec.model.config)
-        check_quota(spec.data, self._quota)
-
-        def plan() -> tuple[Ranks, MemoryPlan]:
-            ranks = find_ranks(self.config, gpus)
-            check_batch(ranks, spec.inner.sequences_per_step)
-            machine = this_machine(ranks.device, self._data.root)
-            # What of this run lies here already needs no room any more.
-            kept = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-            machine = machine._replace(disk_bytes=machine.disk_bytes + kept)
-            wishes = wishes_of(self.config)._replace(ranks=ranks.all, here=ranks.here, data_disk=self._quota)
-            return ranks, plan_memory(spec, machine, wishes)
-
-        self._ranks, made = await asyncio.to_thread(plan)
-        log.info("Run %s needs on this machine, at most:\n%s", spec.name, "\n".join(in_words(made)))
-        check(made, spec.name)
-        self._plan = made
-
-    def _trainer_settings(self) -> TrainerSettings:
-        """On a CPU as planned, before this daemon took its part of the RAM; a GPU is the trainer's to ask."""
-        config = self.config
-        asked = TrainerSettings(
-            config.device, config.micro_batch, config.checkpointing, config.offload, config.compile,
-            config.parallel,
-        )  # fmt: skip
-        if self._plan.machine.gpu_bytes is not None:
-            return asked
-        on_or_off = "on" if self._plan.checkpointing else "off"
-        parallel = config.parallel if self._plan.parallel == "none" else self._plan.parallel
-        return asked._replace(micro_batch=self._plan.micro_batch, checkpointing=on_or_off, parallel=parallel)
+        self._ranks, self._plan = await fit(self.config, spec, self._quota, self._data.root, folder)
 
     @property
     def _witness(self) -> PeerId:
@@ -363,7 +330,7 @@ class Daemon:
             self.telemetry,
             put=self._put,
             on_evaluated=self._evaluated,
-            settings=self._trainer_settings(),
+            settings=trainer_settings(self.config, self._plan),
         )
         checkpoints = MomentsCheckpoints(folders["moments"], write_durably)
         self._supervisor = Supervisor(

@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.run.file",
         "p2pdiloco_node.taking_part.blobs",
         "p2pdiloco_node.taking_part.desk",
+        "p2pdiloco_node.taking_part.fitting",
         "p2pdiloco_node.taking_part.narrator",
         "p2pdiloco_node.tracking.figures",
     ),

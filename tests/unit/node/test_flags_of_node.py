@@ -1,7 +1,7 @@
 """Each flag of `node` and `ranks` changes what the daemon says, keeps or starts.
 
 The real command line and the real daemon, which knows its run from its disk and finds no tracker. How a
-trainer works with a device, ranks and memory is in test_fits.py, test_ranks.py and test_memory_plan.py.
+trainer works with a device, ranks and memory is in test_fitting.py, test_ranks.py and test_memory_plan.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from p2pdiloco import limits
-from p2pdiloco.errors import TransportError
+from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import PeerId, RunId, digest_of
 from p2pdiloco.run_spec import Genesis, RunSpec, TensorSpec, run_id_of, sign_run_spec
 from p2pdiloco.sim.tiny_run import tiny_run
@@ -229,3 +229,30 @@ def test_each_flag_of_ranks_is_in_what_is_started(tmp_path: Path, monkeypatch: p
     words = "ranks --nnodes 3 --node-rank 1 --rdzv 10.0.0.1:7 --gpus all"
     assert run_command(words.split()) == 0
     assert told.read_text() == "1 5 cuda:0,cuda:1"
+
+
+def test_contradictions_are_found_before_anything_is_touched(tmp_path: Path) -> None:
+    config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(tmp_path / "node"), ranks=2, gpus="all")
+    with pytest.raises(OperatorError, match="give one of them"):
+        Daemon(config, Leaving())
+    assert not (tmp_path / "node").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"device": "cuda"}, "--device cuda: this machine has 0"),
+        ({"device": "cuda:3"}, "--device cuda:3: this machine has 0"),
+        ({"gpus": "all"}, "--gpus all: this machine has no NVIDIA GPU"),
+        ({"parallel": "fsdp"}, "--parallel fsdp says how several ranks share a model"),
+    ],
+)
+async def test_devices_and_ranks_are_checked_before_anybody_is_asked_for_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(module, "gpus", list)
+    root = tmp_path / "node"
+    config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(root), **settings)  # nobody answers there
+    with pytest.raises(OperatorError, match=words):
+        await Daemon(config, Leaving()).__aenter__()
+    assert not root.exists()

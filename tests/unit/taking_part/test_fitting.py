@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import RunSpec, TensorSpec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
-from p2pdiloco_node import daemon as module
 from p2pdiloco_node.config import NodeConfig
-from p2pdiloco_node.daemon import Daemon
-from p2pdiloco_node.process.lifetime import Leaving
-from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.taking_part import fitting as module
+from p2pdiloco_node.training.frames import TrainerSettings
 from p2pdiloco_node.training.machine import Gpu, Machine
+from p2pdiloco_node.training.memory_plan import MemoryPlan
 from p2pdiloco_node.training.presets import inner_spec, model_spec
+from p2pdiloco_node.training.ranks import Ranks
 
 GIB = 2**30
 
@@ -33,20 +34,26 @@ def spec_of(preset: str = "llama:110m", params: int = 113_000) -> RunSpec:
     )
 
 
+class Planned(NamedTuple):
+    ranks: Ranks
+    plan: MemoryPlan
+    told: TrainerSettings
+
+
 async def planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, gpu: float | None = None, ram: float = 64,
     disk: float = 500, spec: RunSpec | None = None, folder: Path | None = None, **settings: Any,
-) -> Daemon:  # fmt: skip
-    """A daemon on a machine with so many GiB that has been asked whether a run fits."""
+) -> Planned:  # fmt: skip
+    """What a node does, and tells its trainer, on a machine with so many GiB."""
     gpu_bytes = None if gpu is None else round(gpu * GIB)
     machine = Machine("", gpu_bytes, round(ram * GIB), round(disk * GIB), str(tmp_path))
     monkeypatch.setattr(module, "this_machine", lambda _device, _folder: machine)
     monkeypatch.setattr(module, "gpus", lambda: [Gpu(n, "a GPU", gpu_bytes or 0, 0) for n in range(2)])
-    config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(tmp_path / "node"), **settings)
-    made = Daemon(config, Leaving())
-    made._data = DataDir(tmp_path / "node")
-    await made._fits(spec or spec_of(), folder or tmp_path / "run")
-    return made
+    config = NodeConfig(join="http://127.0.0.1:1", **settings)
+    ranks, plan = await module.fit(
+        config, spec or spec_of(), limits.shard_store_bytes_max, tmp_path, folder or tmp_path / "run"
+    )
+    return Planned(ranks, plan, module.trainer_settings(config, plan))
 
 
 async def test_the_table_is_said(
@@ -72,7 +79,7 @@ async def test_what_is_here_already_needs_no_room(tmp_path: Path, monkeypatch: p
     folder = tmp_path / "run"
     folder.mkdir()
     spec = spec_of("llama:tiny", 2_000)
-    needed = (await planned(tmp_path, monkeypatch, spec=spec))._plan.disk / GIB
+    needed = (await planned(tmp_path, monkeypatch, spec=spec)).plan.disk / GIB
     with pytest.raises(OperatorError):
         await planned(tmp_path, monkeypatch, spec=spec, disk=0.6 * needed)
     with (folder / "state").open("wb") as file:
@@ -90,15 +97,15 @@ async def test_a_strangers_config_is_looked_at_first(tmp_path: Path, monkeypatch
 
 async def test_settings_reach_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU what was planned; on a GPU what was asked for: the trainer plans with what torch finds."""
-    chosen = (await planned(tmp_path, monkeypatch, ram=12))._trainer_settings()
+    chosen = (await planned(tmp_path, monkeypatch, ram=12)).told
     assert (chosen.micro_batch, chosen.offload, chosen.compile) == (1, "auto", False)
     assert chosen.checkpointing in ("on", "off")
     asked = {"micro_batch": 3, "checkpointing": "on", "offload": "moments", "compile": True}
     for gpu in (None, 24):
-        settings = (await planned(tmp_path, monkeypatch, gpu=gpu, **asked))._trainer_settings()
+        settings = (await planned(tmp_path, monkeypatch, gpu=gpu, **asked)).told
         assert (settings.micro_batch, settings.checkpointing) == (3, "on")
         assert (settings.offload, settings.compile) == ("moments", True)
-    free = (await planned(tmp_path, monkeypatch, gpu=24))._trainer_settings()
+    free = (await planned(tmp_path, monkeypatch, gpu=24)).told
     assert (free.micro_batch, free.checkpointing, free.offload) == (0, "auto", "auto")
 
 
@@ -106,43 +113,16 @@ async def test_ranks_are_in_the_plan_and_in_what_the_trainer_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = await planned(tmp_path, monkeypatch, ranks=2)
-    assert made._ranks.devices == ("cpu", "cpu")
-    assert (made._plan.parallel, made._plan.ranks) == ("ddp", 2)
-    assert made._trainer_settings().parallel == "ddp"
-    assert made._trainer_settings().micro_batch * 2 <= spec_of().inner.sequences_per_step
+    assert made.ranks.devices == ("cpu", "cpu")
+    assert (made.plan.parallel, made.plan.ranks) == ("ddp", 2)
+    assert made.told.parallel == "ddp"
+    assert made.told.micro_batch * 2 <= spec_of().inner.sequences_per_step
     told = await planned(tmp_path, monkeypatch, gpu=24, gpus="0,1", parallel="fsdp")
-    assert told._ranks.devices == ("cuda:0", "cuda:1")
-    assert told._plan.parallel == "fsdp"
-    assert told._trainer_settings().parallel == "fsdp"
+    assert told.ranks.devices == ("cuda:0", "cuda:1")
+    assert told.plan.parallel == "fsdp"
+    assert told.told.parallel == "fsdp"
 
 
 async def test_more_ranks_than_sequences_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OperatorError, match="share the 64 sequences"):
         await planned(tmp_path, monkeypatch, ranks=65)
-
-
-def test_contradictions_are_found_before_anything_is_touched(tmp_path: Path) -> None:
-    config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(tmp_path / "node"), ranks=2, gpus="all")
-    with pytest.raises(OperatorError, match="give one of them"):
-        Daemon(config, Leaving())
-    assert not (tmp_path / "node").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"device": "cuda"}, "--device cuda: this machine has 0"),
-        ({"device": "cuda:3"}, "--device cuda:3: this machine has 0"),
-        ({"gpus": "all"}, "--gpus all: this machine has no NVIDIA GPU"),
-        ({"parallel": "fsdp"}, "--parallel fsdp says how several ranks share a model"),
-    ],
-)
-async def test_devices_and_ranks_are_checked_before_anybody_is_asked_for_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
-) -> None:
-    monkeypatch.setattr(module, "gpus", list)
-    root = tmp_path / "node"
-    config = NodeConfig(join="http://127.0.0.1:1", data_dir=str(root), **settings)  # nobody answers there
-    with pytest.raises(OperatorError, match=words):
-        await Daemon(config, Leaving()).__aenter__()
-    assert not root.exists()
