@@ -7,8 +7,6 @@ docs/exit-codes.md; 70 is a fault of this program, with a traceback.
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from p2pdiloco.exit_codes import OURS, USAGE
 from p2pdiloco_node import __version__
 from p2pdiloco_node.commands import model, run
 from p2pdiloco_node.commands.flags import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
+from p2pdiloco_node.commands.slips import slip_in_words
 from p2pdiloco_node.config import (
     INTERNAL,
     Loaded,
@@ -31,14 +30,9 @@ from p2pdiloco_node.config import (
     in_a_line,
     is_utf8,
     load,
-    nearest,
 )
 
-# What a word without a flag most likely was meant for.
-LEFT_OUT = {"tracker": "--run", "node": "--join"}
-FREE_TEXT = ("--prompt", "--name")  # what comes behind is more of it, whatever flag is left out
 INTERRUPTED = 130
-MISSPELT = re.compile(r"Did you mean (?P<flag>\S+) instead of (?P<word>[^\s?]+)")
 
 app = App(
     name="p2pdiloco",
@@ -405,7 +399,7 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         result = app(list(arguments))
     except cyclopts.CycloptsError as error:
-        print(f"p2pdiloco: {_slip(error, arguments)}", file=sys.stderr)
+        print(f"p2pdiloco: {slip_in_words(error, arguments)}", file=sys.stderr)
         return USAGE
     except P2PDiLoCoError as error:
         print(f"p2pdiloco: {error}", file=sys.stderr)
@@ -421,69 +415,6 @@ def run_command(arguments: Sequence[str]) -> int:
               file=sys.stderr)  # fmt: skip
         return OURS
     return result if isinstance(result, int) else 0
-
-
-def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
-    """One sentence; an unknown flag or command comes with the nearest match."""
-    if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
-        word = error.token.keyword or str(error.token.value)
-        flags = [n for a in (error.argument_collection or ()) for n in a.names if n.startswith("--")]
-        return f"there is no flag {word}{nearest(word, flags)} (see {_help(arguments)})"
-    if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
-        word = error.unused_tokens[0]
-        command = " ".join(error.command_chain or ())
-        meant = _meant(word, command, arguments, LEFT_OUT.get(command, ""))
-        return f"{word!r} stands alone, without a flag before it{meant} (see p2pdiloco {command} --help)"
-    text = " ".join(str(error).split())
-    # A slip in the name of a flag that is needed: cyclopts speaks of the flag that is missing.
-    if isinstance(error, cyclopts.MissingArgumentError) and (slip := MISSPELT.search(text)):
-        word = slip["word"].rstrip(".").split("=")[0]
-        return f"there is no flag {word}; did you mean {slip['flag']!r}? (see {_help(arguments)})"
-    if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
-        command, lacking = " ".join(error.command_chain or ()), error.argument.names[0]
-        if any(word.partition("=")[0] in error.argument.names for word in arguments):
-            return f"{lacking} stands without a value (an unset variable?; see {_help(arguments)})"
-        unknown = next((w for w in error.unused_tokens or () if w.startswith("--")), "")
-        slip_too = f"there is no flag {unknown.split('=')[0]}, and " if unknown else ""
-        alone = next((w for w in error.unused_tokens or () if not w.startswith("-")), "")
-        meant = _meant(alone, command, arguments, lacking) if alone and not unknown else ""
-        return f"{slip_too}{command} needs {lacking}{meant} (see p2pdiloco {command} --help)"
-    return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
-
-
-def _meant(word: str, command: str, arguments: Sequence[str], lacking: str) -> str:
-    """What a word that stands alone most likely is: more of a value, or the value of the flag that lacks."""
-    before, flag = "", ""  # the value in front of the word, and the flag in front of that
-    for argument in arguments[len(command.split()) :]:
-        if argument == word and before:
-            break
-        if argument.startswith("--"):
-            flag, _, before = argument.partition("=")
-        else:
-            before = argument
-    else:
-        before, flag = "", ""
-    if lacking and not any(a.partition("=")[0] == lacking for a in arguments) and flag not in FREE_TEXT:
-        return f"; did you mean {lacking} {shlex.quote(word)}?"
-    if command == "export" and before and not flag:  # from left to right, as cp has it
-        source = "--join" if "://" in before else "--run"
-        return f"; did you mean {source} {shlex.quote(before)} {shlex.quote(word)}?"
-    if not before:
-        return ""
-    return f'; quote a value with blanks: {flag}{" " if flag else ""}"{before} {word} ..."'
-
-
-def _help(arguments: Sequence[str]) -> str:
-    return f"p2pdiloco {_words(arguments)} --help"
-
-
-def _words(arguments: Sequence[str]) -> str:
-    words = []
-    for argument in arguments:
-        if argument.startswith("-"):
-            break
-        words.append(argument)
-    return " ".join(words[:2])
 
 
 def main() -> None:

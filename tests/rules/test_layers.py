@@ -81,7 +81,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("p2pdiloco_node.lab", "p2pdiloco_node.demo.summary", "p2pdiloco_node.demo.swarm"),
     ("p2pdiloco_node.demo.chaos", "p2pdiloco_node.demo.view"),
     ("p2pdiloco_node.demo.command",),
-    ("p2pdiloco_node.commands.model", "p2pdiloco_node.commands.run"),
+    ("p2pdiloco_node.commands.model", "p2pdiloco_node.commands.run", "p2pdiloco_node.commands.slips"),
     ("p2pdiloco_node.cli",),
 )
 
