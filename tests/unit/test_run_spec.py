@@ -203,6 +203,12 @@ def test_the_most_that_is_allowed_is_allowed() -> None:
     assert open_run_spec(signed(spec), verify_ed25519)[1] == spec
 
 
+def test_another_test_s_limit_is_nobody_s_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone this is the first that is decoded: what stands for a limit would stay (tests/conftest.py)."""
+    monkeypatch.setattr(limits, "sequence_tokens_max", 1)
+    assert open_run_spec(signed(changed()), verify_ed25519)[1] == changed()
+
+
 @pytest.mark.parametrize("codec", ["topk16", "topk", "topk640", "int8", "INT4", ""])
 def test_a_codec_that_nobody_has_is_malformed(codec: str) -> None:
     refused(signed(changed(outer=OuterSpec(codec=codec))), "BAD_RUN_SPEC")
