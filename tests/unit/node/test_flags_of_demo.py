@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from p2pdiloco_node import demo as module
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.demo import Options
 from p2pdiloco_node.demo_view import LiveView, PlainView, make_view
+from p2pdiloco_node.run_folder import MAKING
 from p2pdiloco_node.training import version_0
 
 from .test_flags_of_run import stand_in
@@ -47,13 +49,18 @@ def made(patch: pytest.MonkeyPatch, out: str, *words: str) -> tuple[RunSpec, int
     """The run that such a demo makes where an inner step takes 0.1 s; and how many trainers timed it."""
     timed: list[int] = []
 
-    async def time_inner_steps(*_: Any, trainers: int, **__: Any) -> float:
+    async def time_inner_steps(
+        _spec: RunSpec, _params: Any, shards: Sequence[Path], folder: Path, *, trainers: int, **_: Any
+    ) -> float:
         timed.append(trainers)
+        # In the run's own folder: whatever kills the demo, they go as it does.
+        assert all(path.exists() and path.is_relative_to(out) for path in (folder, *shards))
         return 0.1
 
     patch.setattr(module, "time_inner_steps", time_inner_steps)
     options = options_of(patch, *words)
     _, spec = asyncio.run(module._make_run(options, Path(out), Path("owner.key"), PlainView()))
+    assert not (Path(out) / MAKING).exists()
     return spec, timed[0]
 
 
