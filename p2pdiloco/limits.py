@@ -25,6 +25,7 @@ zstd_window_bytes_max = 8 * MIB  # memory of one decompressor
 frame_content_bytes_max = chunk_bytes  # content of one zstd frame: a shard's tokens
 uploads_per_node_max = 4  # concurrent blobs served; then 503 with Retry-After and other donors
 fetches_per_node_max = 4  # concurrent blobs fetched
+oversize_bytes_max = 16 * MIB  # fetched beyond what a RunSpec allows, to see whose fault that is
 receives_per_node_max = 16  # concurrent deltas taken from their senders
 uploads_kept = 1  # of the blobs served at once: for peers that the log knows
 receives_kept = 4  # of the deltas taken at once: for peers that the log knows
