@@ -13,6 +13,7 @@ from p2pdiloco import run_spec
 from p2pdiloco.ids import PeerId, RunId, digest_of
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.rules import state
+from p2pdiloco.rules.evaluation import measured_tokens
 from p2pdiloco.run_spec import (
     BYTES,
     FORMAT,
@@ -256,7 +257,9 @@ class FakeRun:
         version = self.version if version is None else version
         chosen = self.builder.evaluators.chosen(version).chosen
         sender = peer_of(by) if by is not None else chosen[0] if chosen else peer_of(1)
-        sets = tuple(SetLoss(x, 4096) for x in (loss, *losses))
+        tokens = measured_tokens(self.spec)
+        said = (loss, *losses)
+        sets = tuple(SetLoss(x, n) for x, n in zip(said, (*tokens, *tokens), strict=False))
         report = EvalReport(version, bytes(32), sets, tuple(samples))
         self.builder.evaluated(sender, report, when_unix=self.now)
 

@@ -31,6 +31,7 @@ from p2pdiloco_node.config import (
     is_utf8,
     load,
 )
+from p2pdiloco_node.storage.scratch import remove_temporary_folders, temporary_folder
 
 INTERRUPTED = 130
 
@@ -257,7 +258,8 @@ def ranks(
     given = {
         "gpus": gpus, "ranks": ranks, "device": device, "nnodes": nnodes, "rdzv": rdzv, "threads": threads,
     }  # fmt: skip
-    return run_ranks(load(NodeConfig, given, environment={}).values, node_rank=node_rank, nice=nice)
+    settings = load(NodeConfig, given, environment={}).values
+    return run_ranks(settings, node_rank=node_rank, nice=nice, scratch=temporary_folder)
 
 
 @app.command
@@ -396,6 +398,7 @@ def run_command(arguments: Sequence[str]) -> int:
         print(f"p2pdiloco: {strange!r} is no UTF-8: write it in a terminal that is, or rename that file.",
               file=sys.stderr)  # fmt: skip
         return USAGE
+    remove_temporary_folders()
     try:
         result = app(list(arguments))
     except cyclopts.CycloptsError as error:

@@ -236,7 +236,10 @@ class Daemon:
             return 0
         await participant.open_state()
         await self._make_desk()
-        await participant.begin(desk=self.desk, in_flight=tuple(self._contributor.in_flight()))
+        own = self._contributor
+        await participant.begin(
+            desk=self.desk, in_flight=tuple(own.in_flight()), evaluated_version=own.evaluated_version
+        )
         assert participant.node is not None, "begun"
         over = participant.node.state.finished
         async with asyncio.TaskGroup() as group:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, assert_never
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import Digest, PeerId
 from p2pdiloco.protocol import actions as do
 from p2pdiloco.protocol import events as fact
@@ -397,13 +398,17 @@ class Driver:
         fetch = self._ports.transport.fetch
         slots = asyncio.Semaphore(limits.fetches_per_node_max)
 
+        most, of_spec = self._ports.chunk_bytes_max, offer.index == 0
+
         async def one(chunk: Digest) -> None:
             async with slots:
-                await fetch(chunk, self._ports.chunk_bytes_max, action.donors, Purpose.SNAPSHOT)
+                await fetch(chunk, most, action.donors, Purpose.SNAPSHOT, of_spec=of_spec)
 
         wanted = [Digest(c) for c in dict.fromkeys((*offer.params, *offer.momentum))]
         failures = await asyncio.gather(*(one(chunk) for chunk in wanted), return_exceptions=True)
         for failure in failures:
+            if isinstance(failure, OperatorError) and failure.exit_code == RUN:
+                raise failure  # no donor has another one
             if isinstance(failure, P2PDiLoCoError):
                 return fact.SnapshotNotFetched(offer.index, str(failure))
             if failure is not None:

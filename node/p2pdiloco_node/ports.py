@@ -167,9 +167,18 @@ class Transport(Protocol):
 
     async def upload(self, peer: PeerId, delta: Digest, size: int) -> None: ...
     async def fetch(
-        self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose = Purpose.DELTA
+        self,
+        digest: Digest,
+        size_max: int,
+        donors: Sequence[PeerId],
+        purpose: Purpose = Purpose.DELTA,
+        *,
+        of_spec: bool = False,
     ) -> None:
-        """Into the blob store, resumable over several donors. Raises TransportError when none gave it."""
+        """Into the blob store, resumable over several donors. `of_spec`: the RunSpec names it.
+
+        Raises: TransportError: none gave it; OperatorError: the disk; RUN: larger than the RunSpec says.
+        """
         ...
 
     def remember(self, peer: PeerId, sealed: bytes) -> None: ...

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import shlex
+import shutil
 import socket
 import time
 from collections import deque
@@ -44,7 +45,16 @@ from p2pdiloco_node.hosting.page_feed import PageFeed
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.process.hosts import reachable_hosts
 from p2pdiloco_node.process.lifetime import Leaving, note_address, run_life
-from p2pdiloco_node.run.folder import BLOBS, CHECKPOINTS, HISTORY, SPEC, WITNESS, WITNESS_KEY, others_in
+from p2pdiloco_node.run.folder import (
+    BLOBS,
+    CHECKPOINTS,
+    HISTORY,
+    MAKING,
+    SPEC,
+    WITNESS,
+    WITNESS_KEY,
+    others_in,
+)
 from p2pdiloco_node.status_page import StatusPage
 from p2pdiloco_node.storage.blob_store import DiskBlobStore
 from p2pdiloco_node.storage.data_dir import DataDir
@@ -149,6 +159,8 @@ class Tracker:
         self._run, self._spec, signed = _open_run(self._dir)
         local = self._spec.admission == "local"
         data = self._stack.enter_context(DataDir(self._dir / WITNESS, otherwise=KEEP_THE_OTHER))
+        # A making that was killed once the run was signed left as much again as the run's data.
+        shutil.rmtree(self._dir / MAKING, ignore_errors=True)
         signer = load_key(self._dir / WITNESS_KEY)
         if signer.peer_id != self._spec.committee.genesis.witness:
             raise OperatorError(

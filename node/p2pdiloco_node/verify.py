@@ -239,15 +239,26 @@ def _deltas_complete(kept: Kept, contents: Sequence[Content]) -> bool:
 
 
 def _read_snapshot(kept: Kept, spec: RunSpec, offer: SnapshotOffer) -> GlobalState | None:
-    """None where a chunk is missing. A chunk without a whole copy counts as missing."""
+    """None where a chunk is missing. A chunk without a whole copy counts as missing.
+
+    Raises: OperatorError: a chunk of version 0 is not what the model makes.
+    """
     size = spec.model.params
     state = GlobalState(np.empty(size, np.float32), np.empty(size, np.float32))
     for array, chunks in ((state.params, offer.params), (state.momentum, offer.momentum)):
         for place, digest in enumerate(chunks):
             try:
                 put_chunk(array, place, read_blob(kept, Digest(digest)))
-            except (PeerError, TransportError):
+            except TransportError:
                 return None
+            except PeerError as error:
+                if offer.index:
+                    return None
+                # Its bytes are those that the owner signed.
+                raise OperatorError(
+                    f"This run does not verify: a chunk of version 0 is not one of its model ({error}).",
+                    FAILED,
+                ) from None
     whole = roots_of(state)
     listed = (
         merkle_root([Digest(c) for c in offer.params]),

@@ -65,7 +65,10 @@ class Node:
             ctx, self._log, self._election, self._applied, self._pool, self._membership, self._proposals
         )
         self._delivery = Delivery(ctx, restored.in_flight)
-        self._trainee = Trainee(ctx, self._log, self._applied, self._delivery, restored.adopted_version)
+        self._trainee = Trainee(
+            ctx, self._log, self._applied, self._delivery, restored.adopted_version,
+            restored.evaluated_version,
+        )  # fmt: skip
         self._spreading = Spreading(ctx, self._log, self._membership)
         self._sync = SnapshotSync(ctx, self._log, self._applied, restored.snapshots)
         self._recovery = Recovery(

@@ -24,7 +24,13 @@ class Trainee:
     """The trainer stands on `adopted`; it is given each newer state once everything certified is applied."""
 
     def __init__(
-        self, ctx: Context, log: RunLog, applied: Applied, delivery: Delivery, adopted_version: int
+        self,
+        ctx: Context,
+        log: RunLog,
+        applied: Applied,
+        delivery: Delivery,
+        adopted_version: int,
+        evaluated_version: int = -1,
     ) -> None:
         self._ctx = ctx
         self._log = log
@@ -32,7 +38,7 @@ class Trainee:
         self._delivery = delivery
         self._stands_on = adopted_version
         self._adopted = -1  # newest version given to this life's trainer
-        self._evaluated = -1
+        self._evaluated = evaluated_version  # in an earlier life, too: the same entries are applied again
         self._due = -1  # newest version whose evaluators were chosen
         self._stands_in = (-1, 0.0)  # (version, from when on) that this node evaluates if nobody did
         self._met_lower = False

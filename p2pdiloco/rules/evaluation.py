@@ -55,19 +55,38 @@ def stand_in_after_s(spec: RunSpec) -> float:
     return 2 * spec.inner.pass_s
 
 
+def sequences_measured(tokens: int, *, seq_len: int, tokens_max: int) -> int:
+    """Of a held-out set of `tokens`: all, or as many as `tokens_max` holds. At least one, if the set does."""
+    return min(max(0, tokens - 1) // seq_len, max(1, tokens_max // seq_len))
+
+
+def measured_tokens(spec: RunSpec) -> tuple[int, ...]:
+    """Held-out tokens that an evaluation predicts, by set.
+
+    Every evaluator predicts the same ones: a median of losses on other parts of a set would say nothing. What
+    is measured of single sources all together costs as much as the whole corpus does.
+    """
+    sets, seq_len, most = spec.data.evaluations, spec.model.seq_len, limits.evaluation_tokens_max
+    of_source = most // max(1, len(sets) - 1)
+    return tuple(
+        seq_len * sequences_measured(one.shard.tokens, seq_len=seq_len, tokens_max=of_source if n else most)
+        for n, one in enumerate(sets)
+    )
+
+
 def report_fault(report: EvalReport, spec: RunSpec) -> str:
     """Why a well-formed report makes no sense in this run; empty when it does.
 
     It may end before the last set: of an evaluation that was not finished, the sets that were.
     """
-    sets = spec.data.evaluations
-    if len(report.sets) > len(sets):
-        return f"{len(report.sets)} losses for {len(sets)} evaluation sets"
-    for said, held_out in zip(report.sets, sets, strict=False):
+    measured = measured_tokens(spec)
+    if len(report.sets) > len(measured):
+        return f"{len(report.sets)} losses for {len(measured)} evaluation sets"
+    for said, tokens in zip(report.sets, measured, strict=False):
         if not said.loss <= limits.loss_shown_max:
             return f"a loss of {said.loss:.3g}"
-        if not 0 < said.tokens <= held_out.shard.tokens:
-            return f"{said.tokens} of {held_out.shard.tokens} held-out tokens"
+        if said.tokens != tokens or not tokens:
+            return f"a loss on {said.tokens} held-out tokens, where {tokens} are measured"
     if len(report.samples) not in (0, len(spec.samples.prompts)):
         return f"{len(report.samples)} samples for {len(spec.samples.prompts)} prompts"
     return ""

@@ -285,5 +285,5 @@ async def test_an_inner_step_is_timed_with_trainers_at_once(run_folder: Path, tm
     )
     chunks = [(run_folder / "blobs" / c.hex()).read_bytes() for c in spec.genesis.params]
     params = np.frombuffer(b"".join(chunks), "<f4")
-    step_s = await time_inner_steps(spec, params, shards, trainers=2, seconds=1.0)
+    step_s = await time_inner_steps(spec, params, shards, tmp_path, trainers=2, seconds=1.0)
     assert 0.0005 < step_s < 2.0

@@ -269,6 +269,8 @@ class Shards:
         except (TransportError, PeerError) as error:
             self._failed(item, str(error))
         except OperatorError as error:
+            if error.exit_code == RUN:
+                raise
             self._disk_failed(error)
         else:
             self._here.add(item)

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +33,7 @@ from p2pdiloco_node.demo.view import View, make_view
 from p2pdiloco_node.process.lifetime import on_hang_up
 from p2pdiloco_node.run.folder import JOURNAL, LOG, RUN, SPEC, WITNESS
 from p2pdiloco_node.run.new import Draft, Order, create_run
+from p2pdiloco_node.storage.scratch import temporary_folder
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.verify import read_log
 
@@ -78,9 +78,7 @@ def run_demo(options: Options) -> int:
     _check(options)
     with ExitStack() as stack:
         folder = stack.enter_context(_folder(options.keep))
-        owner = (
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pdiloco-owner-"))) / "owner.key"
-        )
+        owner = stack.enter_context(temporary_folder("owner")) / "owner.key"
         try:
             return asyncio.run(_demo(options, folder, owner))
         except (KeyboardInterrupt, asyncio.CancelledError):
@@ -110,8 +108,8 @@ def _check(options: Options) -> None:
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-demo-") as name:
-            yield Path(name)
+        with temporary_folder("demo") as folder:
+            yield folder
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise OperatorError(f"{keep} is not empty: name a new folder with --keep.", FILES)
@@ -166,7 +164,7 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
     async def tune(draft: Draft) -> RunSpec:
         view.say(f"Starting {options.nodes} trainers to time an inner step with all of them at work ...")
         step_s = await time_inner_steps(
-            draft.spec, draft.params, draft.shards, trainers=options.nodes, nice=TRAINER_NICE,
+            draft.spec, draft.params, draft.shards, draft.folder, trainers=options.nodes, nice=TRAINER_NICE,
             on_ready=lambda n: view.say(
                 f"trainer {n} of {options.nodes} is ready" + (", timing ..." if n == options.nodes else "")
             ),

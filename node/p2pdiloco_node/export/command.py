@@ -30,6 +30,7 @@ from p2pdiloco_node.export.sources import Found, check_room, from_folder, from_l
 from p2pdiloco_node.export.weights import VALUE_BYTES, write_file
 from p2pdiloco_node.progress import BYTES, Watch, shown
 from p2pdiloco_node.storage.files import Files, guarded, lock_folder
+from p2pdiloco_node.storage.scratch import remove_unlocked
 from p2pdiloco_node.training.supervisor import trainer_environment
 
 HELD_OUT = "held-out.npy"
@@ -177,11 +178,16 @@ def _check_out(out: Path) -> None:
 def _beside(out: Path) -> Iterator[Path]:
     """An empty folder on the same disk as `out`, of this call alone; gone at the end, however that comes.
 
-    Its name is always the same, so that what a killed call left there goes with the next one.
+    Its name is always the same, so that what a killed call left there goes with the next one, whatever
+    folder that one makes there.
 
     Raises: OperatorError: another call makes `out` just now.
     """
-    work = out.absolute().parent / f".{out.name}.export"
+    parent = out.absolute().parent
+    work = parent / f".{out.name}.export"
+    remove_unlocked(
+        path for path in guarded(lambda: list(parent.glob(".*.export")), parent) if _is_left(path)
+    )
     fd = guarded(lambda: lock_folder(work), work)
     if fd is None:
         raise OperatorError(f"Another p2pdiloco export makes {out}: wait for it, or name another folder.")
@@ -196,6 +202,14 @@ def _beside(out: Path) -> Iterator[Path]:
         with suppress(OSError):
             work.rmdir()
         os.close(fd)
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether it is such a folder, and holds nothing that is not of an export."""
+    try:
+        return {path.name for path in folder.iterdir()} <= {FETCHED, MADE}
+    except OSError:
+        return False
 
 
 def _publish(made: Path, out: Path) -> None:

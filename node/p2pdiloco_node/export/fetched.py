@@ -173,10 +173,14 @@ class LinkedRun:
         except (OperatorError, msgspec.MsgspecError, RecursionError):
             return Heard()  # a card without these is still a card
 
-    async def fetch(self, digests: Sequence[Digest], sizes_max: int, what: str) -> None:
+    async def fetch(
+        self, digests: Sequence[Digest], sizes_max: int, what: str, *, of_spec: bool = False
+    ) -> None:
         """Blobs into the folder, from whoever has them.
 
-        `sizes_max`: bytes of one at most. Raises: OperatorError (network, disk): one did not come.
+        `sizes_max`: bytes of one at most. `of_spec`: the RunSpec names them.
+
+        Raises: OperatorError (network, disk): one did not come; RUN: it is larger than the RunSpec says.
         """
         wanted = [digest for digest in dict.fromkeys(digests) if not self.blobs.has(digest)]
         donors = list(self._urls)
@@ -190,7 +194,9 @@ class LinkedRun:
                 failures = 0
                 while True:
                     try:
-                        await self._fetcher.fetch(digest, sizes_max, donors, Purpose.SNAPSHOT)
+                        await self._fetcher.fetch(
+                            digest, sizes_max, donors, Purpose.SNAPSHOT, of_spec=of_spec
+                        )
                         break
                     except TransportError as error:
                         busy = error.retry_after_s is not None

@@ -121,10 +121,9 @@ async def from_link(
         version = wanted_version(chain, asked)
         ways = await asyncio.to_thread(plans, chain, version, await linked.offers())
         read = linked.blobs.read
-        texts = [Digest(piece.digest) for piece in spec.data.tokenizer.pieces]
-        if held_out:
-            texts.append(Digest(spec.data.evaluation.digest))
-        await linked.fetch(texts, 2 * limits.frame_content_bytes_max, TEXTS)
+        texts = [*spec.data.tokenizer.pieces, *([spec.data.evaluation] if held_out else [])]
+        size_max = max((text.size for text in texts), default=0)
+        await linked.fetch([Digest(text.digest) for text in texts], size_max, TEXTS, of_spec=True)
         certified = await _from_ways(linked, chain, ways, read, watch)
         heard = await linked.heard(version)
         tokenizer_json = await asyncio.to_thread(tokenizer_bytes, spec, read)
@@ -145,7 +144,8 @@ async def _from_ways(
             # Deltas first: they go first where they are kept, and are small.
             await linked.fetch(deltas, encoded_size(spec.outer.codec, spec.model.tensors), DELTAS)
             size_max = max(chunk_sizes(spec.model.params))
-            await linked.fetch([d for d in way.blobs if d in chunks], size_max, CHUNKS)
+            of_spec = way.start.index == 0  # other chunks are the committee's word
+            await linked.fetch([d for d in way.blobs if d in chunks], size_max, CHUNKS, of_spec=of_spec)
         except OperatorError as error:
             why = why or error
             continue

@@ -25,6 +25,7 @@ from p2pdiloco_node.export.command import ended_by_sigterm, export
 from p2pdiloco_node.export.hf_folder import CONFIG, FACTS
 from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
 from p2pdiloco_node.progress import shown as progress_shown
+from p2pdiloco_node.storage.scratch import temporary_folder
 from p2pdiloco_node.training.supervisor import trainer_environment
 
 WORKER = (sys.executable, "-P", "-m", "p2pdiloco_node.generation.worker")
@@ -115,8 +116,8 @@ def _folder_of(source: str) -> Iterator[Path]:
             f"--from {source!r} is neither a folder nor a link: name what p2pdiloco export made, a run's or "
             "a node's folder, or the tracker's http://HOST:PORT/#RUNID."
         )
-    with tempfile.TemporaryDirectory(prefix="p2pdiloco-generate-") as made:
-        out = Path(made) / "model"
+    with temporary_folder("generate") as made:
+        out = made / "model"
         link = "://" in source
         with progress_shown(on_stderr=True) as told:
             options = ExportOptions(out, join=source if link else None, run=None if link else folder)

@@ -292,7 +292,7 @@ async def _same_data(
         return parent.data
     async with LinkedRun(source, work, watch) as linked:
         await linked.open()
-        await linked.fetch(list(wanted), max(ref.size for ref in wanted.values()), "data")
+        await linked.fetch(list(wanted), max(ref.size for ref in wanted.values()), "data", of_spec=True)
 
         def move() -> None:
             for digest in wanted:

@@ -14,7 +14,6 @@ import asyncio
 import re
 import secrets
 import signal
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,7 +67,7 @@ from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
-VERSION_0 = "version-0"  # in MAKING
+VERSION_0, TOKENS, TUNING = "version-0", "opened", "tuning"  # in MAKING
 OF_A_CALL = re.compile(rf"[0-9a-f]{{64}}({re.escape(TEMPORARY)})?")  # a blob, or half of one
 VERSION_0_BYTES = 8  # of disk for each parameter: float32 as it is made, and in chunks
 TRUSTED_PASSES, BOOTSTRAP_PASSES = 16, 64  # full ones; of an open run
@@ -80,6 +79,7 @@ class Draft(NamedTuple):
     spec: RunSpec
     params: Array  # (params,) version 0
     shards: tuple[Path, ...]  # raw tokens, there while `tune` runs
+    folder: Path  # an empty one, for what it writes; gone with the making
 
 
 Tune = Callable[[Draft], Awaitable[RunSpec]]
@@ -214,16 +214,18 @@ async def _create_run(
         spec = _spec(order, choice, loops, spec_model, shards, genesis, owner.public_key, seats, encoded)
         check_types(spec)
         if tune is not None:
-            with tempfile.TemporaryDirectory(prefix="p2pdiloco-tokens-") as opened:
-                paths = await asyncio.to_thread(
-                    open_token_files,
-                    shards.shards,
-                    lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
-                    Path(opened),
-                    Path.write_bytes,
-                    token_bytes=shards.token_bytes,
-                )
-                spec = await tune(Draft(spec, params_0, tuple(paths)))
+            opened, tuning = out / MAKING / TOKENS, out / MAKING / TUNING
+            for folder in (opened, tuning):
+                make_folder(files, folder)
+            paths = await asyncio.to_thread(
+                open_token_files,
+                shards.shards,
+                lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
+                opened,
+                Path.write_bytes,
+                token_bytes=shards.token_bytes,
+            )
+            spec = await tune(Draft(spec, params_0, tuple(paths), tuning))
             if "warmup_tokens" not in order.inner:
                 # It follows the target, which may be another now.
                 warmup = warmup_tokens(spec.target_tokens, spec.tokens_per_inner_step)

@@ -56,7 +56,7 @@ class RunBlobs:
     async def fetch_shard(self, ref: BlobRef) -> None:
         """From nodes or the witness, each time in another order, so that every line carries its share.
 
-        Raises: TransportError, PeerError: nobody gave it; OperatorError: the disk.
+        Raises: TransportError, PeerError: nobody gave it; OperatorError: the disk; RUN: the run's owner.
         """
         donors = [p for p in self._peers() if p != self.witness]
         self._rng.shuffle(donors)
@@ -64,7 +64,7 @@ class RunBlobs:
         await self._fetch(Digest(ref.digest), ref.size, donors[:DONORS_TRIED_MAX], Purpose.SHARD)
 
     async def fetch_genesis(self) -> None:
-        """Version 0, tried until it is here. Raises: OperatorError (disk)."""
+        """Version 0, tried until it is here. Raises: OperatorError: the disk; RUN: the run's owner."""
         genesis = self._spec.genesis
         wanted = [Digest(c) for c in dict.fromkeys((*genesis.params, *genesis.momentum))]
         size_max = max(chunk_sizes(self._spec.model.params))  # what its model makes, and not a byte more
@@ -91,5 +91,5 @@ class RunBlobs:
                 group.create_task(one(digest))
 
     async def _fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
-        await self._client.fetch(digest, size_max, donors, purpose)
+        await self._client.fetch(digest, size_max, donors, purpose, of_spec=True)
         self.bytes_fetched += self._blobs.size(digest) or 0

@@ -361,6 +361,7 @@ class TrainerDesk:
                     self._not_evaluated_why = ""
                 if root is not None:
                     self._on_evaluated(Evaluation(root, told))
+                    await asyncio.to_thread(self._contributor.evaluated, version)
             case frames.NotEvaluated(version, why):
                 self._not_evaluated(version, why)
                 data.evaluation_failed()

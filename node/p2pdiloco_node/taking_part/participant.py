@@ -232,6 +232,7 @@ class Participant:
         *,
         desk: Desk | None,
         in_flight: tuple[DeltaHeader, ...] = (),
+        evaluated_version: int = -1,
         keeps_delta: Callable[[Digest], bool] | None = None,
     ) -> None:
         """The brain, from everything that is durable. Call after `open_state`."""
@@ -249,6 +250,7 @@ class Participant:
             held=held,
             snapshots=keeper.snapshots,
             adopted_version=state.version,
+            evaluated_version=evaluated_version,
         )
         identity = Identity(setting.run, setting.spec, setting.signer, self.boot, setting.role)
         self.node = await asyncio.to_thread(Node, identity, restored, random.SystemRandom().random)

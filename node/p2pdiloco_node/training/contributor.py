@@ -57,6 +57,7 @@ class Record(Struct, frozen=True):
     emptied: Count = 0  # what is in flight up to this sequence has lost its content here (NOT_FINITE)
     raw: Annotated[tuple[Bytes32, ...], Meta(max_length=limits.in_flight_max)] = ()
     # ^ digests of the raw pseudo-gradients, one for each of `in_flight`; none where the codec is dense
+    evaluated_version: Annotated[int, Meta(ge=-1)] = -1  # newest that this node has evaluated
 
 
 class AnchorView(NamedTuple):
@@ -92,6 +93,7 @@ class DiskContributor:
         self._raw: dict[Digest, Digest] = {}  # of what is in flight: its raw file's digest
         self._record = Record(0, 0, 0, 0, bytes(32), ())
         self._emptied = 0  # as in the record
+        self._evaluated_version = -1  # as in the record
         self._overtaken = 0  # numbers that a pass on its way may carry although the log has used them
         self._load()
 
@@ -106,6 +108,18 @@ class DiskContributor:
         """The first sequence of the node's data order that no delta of this node has used (scenario F4)."""
         with self._lock:
             return self._record.cursor
+
+    @property
+    def evaluated_version(self) -> int:
+        """The newest version that this node has evaluated; -1: none."""
+        with self._lock:
+            return self._evaluated_version
+
+    def evaluated(self, version: int) -> None:
+        """A next life does not begin again with what took minutes. Raises: OperatorError."""
+        with self._lock:
+            self._evaluated_version = version
+            self._save(self._record.sequence, self._record.cursor, e_changed=False)
 
     def go_on_after(self, sequence: int) -> None:
         """The log knows own deltas up to `sequence`: later ones are numbered above it, durably.
@@ -215,8 +229,12 @@ class DiskContributor:
         self._emptied = self._record.sequence
 
     def reset(self) -> None:
-        """Absent beyond staleness_max: in flight, error feedback and pending cleared (algorithm.md 6)."""
+        """Absent beyond staleness_max: in flight, error feedback and pending cleared (algorithm.md 6).
+
+        Or the owner dropped what the work stands on: another state may have the evaluated version's number.
+        """
         with self._lock:
+            self._evaluated_version = -1
             self._feedback.clear()
             self._headers.clear()
             self._raw.clear()
@@ -254,7 +272,10 @@ class DiskContributor:
             feedback, digest = generation, digest_of(e)
         headers = tuple(self._headers.values())
         raw = tuple(self._raw[delta] for delta in self._headers if delta in self._raw)
-        record = Record(generation, sequence, cursor, feedback, digest, headers, self._emptied, raw)
+        record = Record(
+            generation, sequence, cursor, feedback, digest, headers, self._emptied, raw,
+            self._evaluated_version,
+        )  # fmt: skip
         data = encode(record)
         self._write(self._folder / f"record.{generation}", digest_of(data) + data)
         previous, self._record = self._record, record
@@ -292,7 +313,7 @@ class DiskContributor:
             # Generations never go back, or an old file could be taken for a new one.
             self._record = Record(
                 found[0], record.sequence + skipped, record.cursor, record.feedback, record.feedback_digest,
-                record.in_flight, record.emptied, record.raw,
+                record.in_flight, record.emptied, record.raw, record.evaluated_version,
             )  # fmt: skip
             return
         if found:
@@ -339,6 +360,7 @@ class DiskContributor:
             if delta in raw:
                 self._raw[delta] = raw[delta]  # damaged or not: a record names one for each in flight
         self._emptied = record.emptied
+        self._evaluated_version = record.evaluated_version
         return record
 
     def _read_raw(self, header: DeltaHeader, digest: Digest) -> None:

@@ -24,6 +24,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import PeerId, RunId, tagged_digest
+from p2pdiloco.rules.evaluation import sequences_measured
 from p2pdiloco.run_spec import TOKEN_WIDTHS
 
 Tokens = npt.NDArray[np.int64]
@@ -374,5 +375,5 @@ def evaluation_places(tokens: int, *, seq_len: int, tokens_max: int) -> list[Pla
     At least one, if the shard holds one.
     """
     blocks = max(0, tokens - 1) // seq_len
-    count = min(blocks, max(1, tokens_max // seq_len))
+    count = sequences_measured(tokens, seq_len=seq_len, tokens_max=tokens_max)
     return [Place(0, (i * blocks // count) * seq_len) for i in range(count)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from p2pdiloco import limits
+from p2pdiloco.rules.evaluation import measured_tokens
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.data import Place, ShardReader, Tokens, evaluation_places
@@ -47,23 +48,16 @@ class HeldOut:
             paths, [held_out.shard.tokens for held_out in sets], seq_len=self._seq_len,
             token_bytes=data.token_bytes, vocab_size=data.tokenizer.vocab_size,
         )  # fmt: skip
-        # What is measured of single sources all together costs as much as the whole corpus does.
-        of_source = limits.evaluation_tokens_max // max(1, len(sets) - 1)
+        self.tokens = measured_tokens(spec)  # predicted in one evaluation, by set
         self.places = [
             [
                 Place(number, place.offset)
                 for place in evaluation_places(
-                    held_out.shard.tokens, seq_len=self._seq_len,
-                    tokens_max=of_source if number else limits.evaluation_tokens_max,
+                    held_out.shard.tokens, seq_len=self._seq_len, tokens_max=self.tokens[number]
                 )
             ]
             for number, held_out in enumerate(sets)
-        ]  # fmt: skip
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Predicted in one evaluation, by set."""
-        return tuple(len(places) * self._seq_len for places in self.places)
+        ]
 
     def read(self, places: Sequence[Place]) -> Tokens:
         """(len(places), seq_len + 1) tokens. Raises: OperatorError: the set is not here, or damaged."""

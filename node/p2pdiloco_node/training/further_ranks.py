@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from p2pdiloco import limits
@@ -20,11 +20,14 @@ from p2pdiloco_node.training.supervisor import trainer_environment
 
 log = logging.getLogger("p2pdiloco.ranks")
 
+Scratch = Callable[[str], AbstractContextManager[Path]]
 
-def run_ranks(settings: NodeConfig, *, node_rank: int, nice: int) -> int:
+
+def run_ranks(settings: NodeConfig, *, node_rank: int, nice: int, scratch: Scratch) -> int:
     """Until the trainer ends in order; after a crash its ranks here start again, as the node's do.
 
     `settings`: those of the node that say how it trains; nothing else of them is looked at.
+    `scratch(word)`: an empty folder for as long as it is used.
 
     Raises: OperatorError: the settings are wrong, or there are no such GPUs.
     """
@@ -42,17 +45,14 @@ def run_ranks(settings: NodeConfig, *, node_rank: int, nice: int) -> int:
         raise OperatorError(f"--nice is 0 to {limits.nice_max}.", USAGE)
     found = find_ranks(settings, gpus_here)
     env = trainer_environment(settings.threads)
-    folder = Path(tempfile.mkdtemp(prefix="p2pdiloco-ranks-"))
-    command = [*found.command(folder / "said", node_rank), str(nice), found.device]
     log.info("%d rank(s) of %d, to meet the others at %s.", found.here, found.all, settings.rdzv)
-    try:
+    with scratch("ranks") as folder:
+        command = [*found.command(folder / "said", node_rank), str(nice), found.device]
         # Each life with a start of its own: of the one before nothing is left.
         while status := subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=False).returncode:
             if status == RESOURCES:
                 return RESOURCES
             log.warning("The ranks ended with status %d; they wait for the others again.", status)
             time.sleep(limits.ranks_again_s)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     log.info("The trainer has ended.")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ async def time_inner_steps(
     spec: RunSpec,
     params: Array,
     shards: Sequence[Path],
+    folder: Path,
     *,
     trainers: int,
     seconds: float = 4.0,
@@ -43,8 +43,8 @@ async def time_inner_steps(
     """Seconds of an inner step: the mean of each trainer's, while all of them train; the median of these.
 
     `spec`: a draft will do (genesis and signature do not matter); `params`: (params,) version 0; `shards`:
-    paths in the order of the spec. `on_ready` hears how many trainers have taken their first
-    steps. Timing begins when the last trainer has.
+    paths in the order of the spec; `folder`: an empty one, for the trainers' arrays. `on_ready` hears how
+    many trainers have taken their first steps. Timing begins when the last trainer has.
 
     Raises: OperatorError: a trainer does not start here (torch missing, no memory) or takes too long.
     """
@@ -53,40 +53,39 @@ async def time_inner_steps(
     )
     begun = asyncio.Barrier(trainers)
     ready = itertools.count(1)
-    with tempfile.TemporaryDirectory(prefix="p2pdiloco-timing-") as folder:
 
-        async def first_steps() -> None:
-            on_ready(next(ready))
-            await begun.wait()
+    async def first_steps() -> None:
+        on_ready(next(ready))
+        await begun.wait()
 
-        def one(number: int) -> asyncio.Task[float]:
-            configure = frames.Configure(
-                spec=encode(endless),
-                peer=tagged_digest("timing", number.to_bytes(4, "big")),
-                shards=tuple(map(str, shards)),
-                evaluations=("",) * len(spec.data.evaluations),
-                exchange=folder,
-                cursor=0,
-                next_sequence=1,
-                threads=threads,
-            )
-            anchor = Path(folder) / f"anchor-{number}.f32"
-            write_array(anchor, params)
-            adopt = frames.Adopt(0, 0, spec.target_tokens, str(anchor), sequence=0, reset=False)
-            said = Path(folder) / f"said-{number}"
-            return group.create_task(_time_one(configure, adopt, first_steps, seconds, nice, said))
+    def one(number: int) -> asyncio.Task[float]:
+        configure = frames.Configure(
+            spec=encode(endless),
+            peer=tagged_digest("timing", number.to_bytes(4, "big")),
+            shards=tuple(map(str, shards)),
+            evaluations=("",) * len(spec.data.evaluations),
+            exchange=str(folder),
+            cursor=0,
+            next_sequence=1,
+            threads=threads,
+        )
+        anchor = folder / f"anchor-{number}.f32"
+        write_array(anchor, params)
+        adopt = frames.Adopt(0, 0, spec.target_tokens, str(anchor), sequence=0, reset=False)
+        said = folder / f"said-{number}"
+        return group.create_task(_time_one(configure, adopt, first_steps, seconds, nice, said))
 
-        try:
-            async with asyncio.timeout(START_S_MAX + 4 * seconds), asyncio.TaskGroup() as group:
-                timed = [one(number) for number in range(trainers)]
-        except* OperatorError as failed:
-            raise failed.exceptions[0] from None
-        except* TimeoutError:
-            raise OperatorError(
-                f"{trainers} trainers took more than {START_S_MAX:.0f} s to start here; close other "
-                "programs, or start fewer nodes.",
-                exit_code=RESOURCES,
-            ) from None
+    try:
+        async with asyncio.timeout(START_S_MAX + 4 * seconds), asyncio.TaskGroup() as group:
+            timed = [one(number) for number in range(trainers)]
+    except* OperatorError as failed:
+        raise failed.exceptions[0] from None
+    except* TimeoutError:
+        raise OperatorError(
+            f"{trainers} trainers took more than {START_S_MAX:.0f} s to start here; close other "
+            "programs, or start fewer nodes.",
+            exit_code=RESOURCES,
+        ) from None
     return statistics.median(task.result() for task in timed)
 
 

@@ -138,15 +138,23 @@ class Client:
         await self._uploader.upload(peer, delta, size)
 
     async def fetch(
-        self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose = Purpose.DELTA
+        self,
+        digest: Digest,
+        size_max: int,
+        donors: Sequence[PeerId],
+        purpose: Purpose = Purpose.DELTA,
+        *,
+        of_spec: bool = False,
     ) -> None:
         """Get a blob into the store from any of `donors`, resumed at its last byte.
 
+        `of_spec`: the RunSpec names it, and `size_max` is what its owner signed.
+
         Raises:
             TransportError: none of them gave it.
-            OperatorError: it cannot be stored here.
+            OperatorError: it cannot be stored here; RUN: it is larger than the RunSpec says.
         """
-        await self._fetcher.fetch(digest, size_max, donors, purpose)
+        await self._fetcher.fetch(digest, size_max, donors, purpose, of_spec=of_spec)
 
     @property
     def deltas_on_the_way(self) -> bool:

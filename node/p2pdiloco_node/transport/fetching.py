@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from random import Random
 from time import monotonic
+from typing import NamedTuple, NoReturn
 
 import aiohttp
 
 from p2pdiloco import limits
-from p2pdiloco.errors import PeerError, TransportError
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import DIGEST_BYTES, Digest, PeerId, short
 from p2pdiloco_node.ports import BlobStore, Purpose
 from p2pdiloco_node.transport.bodies import Pace, TooSlow, read_parts
@@ -37,6 +40,13 @@ class _Busy(TransportError):
     def __init__(self, retry_after_s: float, donors: list[PeerId]) -> None:
         super().__init__("all slots are taken", retry_after_s)
         self.donors = donors
+
+
+class _Wanted(NamedTuple):
+    digest: Digest
+    size_max: int  # bytes
+    purpose: Purpose
+    of_spec: bool
 
 
 class Fetcher:
@@ -67,17 +77,29 @@ class Fetcher:
         ] = {}  # donors that gave nothing, or lies: until when they come last
         self._deltas = 0  # under way
 
-    async def fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
+    async def fetch(
+        self,
+        digest: Digest,
+        size_max: int,
+        donors: Sequence[PeerId],
+        purpose: Purpose,
+        *,
+        of_spec: bool = False,
+    ) -> None:
         """Into the store. Two calls for one blob take turns, and the second finds it there.
 
-        Raises: TransportError, OperatorError.
+        `of_spec`: the RunSpec names the blob. If it is larger, that is the owner's fault and nobody's who
+        has it.
+
+        Raises: TransportError, OperatorError (disk; RUN: the owner's fault).
         """
+        wanted = _Wanted(digest, size_max, purpose, of_spec)
         lock = self._under_way.setdefault(digest, asyncio.Lock())
         self._deltas += purpose is Purpose.DELTA
         try:
             async with lock, self._slots:
                 if not self._blobs.has(digest):
-                    await self._fetch(digest, size_max, donors, purpose)
+                    await self._fetch(wanted, donors)
         finally:
             self._deltas -= purpose is Purpose.DELTA
             if not lock.locked():
@@ -88,7 +110,8 @@ class Fetcher:
         """Whether a delta is on its way here, or waits for a slot."""
         return self._deltas > 0
 
-    async def _fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
+    async def _fetch(self, wanted: _Wanted, donors: Sequence[PeerId]) -> None:
+        digest = wanted.digest
         asked = sorted(
             dict.fromkeys(donors),
             key=lambda d: (self._comes_last(d), self._place_at(d).locked()),
@@ -108,7 +131,7 @@ class Fetcher:
                     gave.clear()
                 try:
                     async with self._place_at(donor):
-                        if await self._from(donor, digest, size_max, purpose, gave):
+                        if await self._from(donor, wanted, gave):
                             return
                     why = TransportError(f"blob {short(digest)} came damaged")
                     alone = again = alone or gave != {donor}
@@ -137,14 +160,13 @@ class Fetcher:
             self._places = {d: p for d, p in self._places.items() if p.locked()}
         return self._places.setdefault(donor, asyncio.Semaphore(limits.slots_per_address_max))
 
-    async def _from(
-        self, donor: PeerId, digest: Digest, size_max: int, purpose: Purpose, gave: set[PeerId]
-    ) -> bool:
+    async def _from(self, donor: PeerId, wanted: _Wanted, gave: set[PeerId]) -> bool:
         """True: the blob is here. False: what is here now hashes to something else, and is gone."""
+        digest = wanted.digest
         last = TransportError(f"no address of peer {short(donor)} is known")
         for url in self._urls(donor):
             try:
-                await self._read(f"{url}/v1/blobs/{digest.hex()}", donor, digest, size_max, purpose, gave)
+                await self._read(f"{url}/v1/blobs/{digest.hex()}", donor, wanted, gave)
             except PeerError as error:
                 self._avoid(donor)
                 self._strikes.strike(donor, error.reason)
@@ -165,9 +187,8 @@ class Fetcher:
         self._avoid(donor)
         raise last
 
-    async def _read(
-        self, url: str, donor: PeerId, digest: Digest, size_max: int, purpose: Purpose, gave: set[PeerId]
-    ) -> None:
+    async def _read(self, url: str, donor: PeerId, wanted: _Wanted, gave: set[PeerId]) -> None:
+        digest, purpose = wanted.digest, wanted.purpose
         offset = self._blobs.part_size(digest)
         headers = {"Range": f"bytes={offset}-", "If-Range": f'"{digest.hex()}"'} if offset else {}
         async with self._session.get(url, headers=headers, allow_redirects=False) as answer:
@@ -181,8 +202,8 @@ class Fetcher:
             if answer.status not in (200, 206):
                 raise TransportError(f"peer {short(donor)} answered {answer.status} for {short(digest)}")
             first, size = _extent(answer)
-            if size > size_max:
-                raise PeerError("TOO_BIG", f"a blob of {size} bytes where {size_max} are the most")
+            if size > wanted.size_max:
+                await self._judge(answer, donor, wanted, first, size)
             if first != offset or size < offset:
                 # It does not resume, or tells another size than the one before: begin again.
                 if first != 0:
@@ -205,6 +226,38 @@ class Fetcher:
                         gave.clear()
                     raise
                 offset += len(part)
+
+    async def _judge(
+        self, answer: aiohttp.ClientResponse, donor: PeerId, wanted: _Wanted, first: int, size: int
+    ) -> NoReturn:
+        """The donor says that the blob is larger than it may be: a lie, unless the RunSpec names such a blob.
+
+        The bytes show it. They are not kept.
+
+        Raises: PeerError: it lies; OperatorError: the run's owner; TransportError: nobody knows.
+        """
+        digest, size_max = wanted.digest, wanted.size_max
+        why = f"a blob of {size} bytes where {size_max} are the most"
+        if not wanted.of_spec:
+            raise PeerError("TOO_BIG", why)
+        if first:
+            await asyncio.to_thread(self._blobs.delete, digest)  # the next try has it from the first byte on
+        if first or size > size_max + limits.oversize_bytes_max:
+            raise TransportError(
+                f"peer {short(donor)} says that {short(digest)} is {why}: it lies, or the run's owner has to "
+                "make the run anew"
+            )
+        found = hashlib.sha256()
+        async for part in read_parts(answer.content, size, self._pace.for_size(size)):
+            self._traffic.down_data += len(part)
+            found.update(part)
+        if found.digest() != digest:
+            raise PeerError("TOO_BIG", why)
+        raise OperatorError(
+            f"The RunSpec of this run names {why}: the run's owner has to make the run anew; nothing can be "
+            "mended here.",
+            RUN,
+        )
 
 
 def _extent(answer: aiohttp.ClientResponse) -> tuple[int, int]:

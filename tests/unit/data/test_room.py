@@ -97,7 +97,10 @@ class Fetches:
         self.asked: list[list[PeerId]] = []
         self.here: dict[Digest, int] = {}  # size asked for
 
-    async def fetch(self, digest: Digest, size_max: int, donors: list[PeerId], _purpose: Any) -> None:
+    async def fetch(
+        self, digest: Digest, size_max: int, donors: list[PeerId], _purpose: Any, *, of_spec: bool
+    ) -> None:
+        assert of_spec, "what is larger is its owner's fault"
         self.asked.append(donors)
         self.here[digest] = size_max
 

@@ -420,6 +420,16 @@ async def test_what_the_owner_made_wrong_ends_it_with_a_sentence(world: World) -
     node.store.close()
 
 
+async def test_a_shard_larger_than_its_run_says_ends_it_with_a_sentence(world: World) -> None:
+    """The disk was blamed for it, and it was fetched again for ever."""
+    world.fails = OperatorError("the run's owner has to make the run anew", 5)
+    node = Node(world)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(node.shards.run(), 5)
+    assert {getattr(fault, "exit_code", None) for fault in caught.value.exceptions} == {5}
+    node.store.close()
+
+
 async def test_a_part_of_what_is_not_wanted_is_not_kept(world: World) -> None:
     windows: list[Sequence[int]] = list(world.order().windows(0))
     store = DiskBlobStore(world.folder / "blobs", world.files)

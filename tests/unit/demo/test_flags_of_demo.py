@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,9 +14,10 @@ import pytest
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.demo import command as module
 from p2pdiloco_node.demo.command import Options
+from p2pdiloco_node.demo import command as module
 from p2pdiloco_node.demo.view import LiveView, PlainView, make_view
+from p2pdiloco_node.run.folder import MAKING
 from p2pdiloco_node.training import version_0
 from tests.unit.run.test_flags_of_run import stand_in
 
@@ -46,13 +48,18 @@ def made(patch: pytest.MonkeyPatch, out: str, *words: str) -> tuple[RunSpec, int
     """The run that such a demo makes where an inner step takes 0.1 s; and how many trainers timed it."""
     timed: list[int] = []
 
-    async def time_inner_steps(*_: Any, trainers: int, **__: Any) -> float:
+    async def time_inner_steps(
+        _spec: RunSpec, _params: Any, shards: Sequence[Path], folder: Path, *, trainers: int, **_: Any
+    ) -> float:
         timed.append(trainers)
+        # In the run's own folder: whatever kills the demo, they go as it does.
+        assert all(path.exists() and path.is_relative_to(out) for path in (folder, *shards))
         return 0.1
 
     patch.setattr(module, "time_inner_steps", time_inner_steps)
     options = options_of(patch, *words)
     _, spec = asyncio.run(module._make_run(options, Path(out), Path("owner.key"), PlainView()))
+    assert not (Path(out) / MAKING).exists()
     return spec, timed[0]
 
 

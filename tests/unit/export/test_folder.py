@@ -225,7 +225,8 @@ def test_an_empty_folder_is_filled_and_a_full_one_is_refused(kept_run: Make, tmp
     assert left_behind(tmp_path) == []
 
 
-def test_what_a_killed_call_left_goes_with_the_next_one(kept_run: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["out", "another"])
+def test_what_a_killed_call_left_goes_with_the_next_one(kept_run: Make, tmp_path: Path, name: str) -> None:
     run = kept_run()
     script = f"""
 import os, signal
@@ -239,8 +240,11 @@ command.export(options, lambda *_: None)
     ended = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     assert len(left_behind(tmp_path)) == 1
-    exported(run, tmp_path / "out")
-    assert left_behind(tmp_path) == []
+    others = tmp_path / ".mine.export"
+    others.mkdir()
+    (others / "notes").write_text("mine")
+    exported(run, tmp_path / name)
+    assert left_behind(tmp_path) == [others.name]
 
 
 def test_of_two_calls_at_once_the_second_is_told(kept_run: Make, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import TokenizerSpec
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.messages import SnapshotOffer
-from p2pdiloco_node.export import command, fetched
+from p2pdiloco_node.export import command, fetched, sources
 from p2pdiloco_node.export.command import Options, export
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.transport.readers import Snapshots
@@ -248,12 +248,24 @@ async def test_a_lying_host_gets_one_sentence_and_nothing_is_written(
     nothing_written(tmp_path)
 
 
+async def test_a_version_0_that_no_such_model_has_is_the_owner_s_fault(
+    serve: Serve, kept_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = kept_run()
+    url = await serve(run)
+    monkeypatch.setattr(sources, "chunk_sizes", lambda params: [4 * params - 4])
+    with pytest.raises(OperatorError, match="the run's owner has to make the run anew") as caught:
+        await exported(url, tmp_path / "out")
+    assert caught.value.exit_code == 5
+    nothing_written(tmp_path)
+
+
 @pytest.mark.parametrize("what", ["tokenizer", "held-out text"])
 @pytest.mark.parametrize(
     ("lie", "sentence"),
     [
         ("no end", "NO_LENGTH"),
-        ("too long", "TOO_BIG"),
+        ("too long", "it lies, or the run's owner"),
         ("other bytes", "came damaged"),
         ("elsewhere", "answered 302"),
     ],

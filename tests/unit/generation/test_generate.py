@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -280,7 +282,6 @@ def test_a_run_s_folder_is_exported_first(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_sigterm_leaves_no_exported_model_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it exported and while it wrote, `kill` left a folder as large as the model."""
-    import signal
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -296,3 +297,25 @@ def test_sigterm_leaves_no_exported_model_behind(tmp_path: Path, monkeypatch: py
         print_generated(Options(str(tmp_path / "run"), "a"))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_model_that_kill_9_left_goes_with_the_next_command(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    script = f"""
+import os, signal
+from p2pdiloco_node.generation import command
+def killed(options, _told):
+    options.out.mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+command.export = killed
+command.print_generated(command.Options({str(tmp_path / "run")!r}, "a"))
+"""
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", script], env=env, check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    subprocess.run(
+        [sys.executable, "-m", "p2pdiloco_node.cli", "--version"],
+        env=env, check=True, timeout=60, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

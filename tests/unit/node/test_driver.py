@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -38,6 +39,7 @@ class World:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.sizes_max: list[int] = []
+        self.of_spec: list[bool] = []
         self.fail: dict[str, Exception] = {}
         self.hold: dict[str, threading.Event] = {}
         self.blobs: set[Digest] = set()
@@ -112,9 +114,16 @@ class World:
         self._do("upload")
 
     async def fetch(
-        self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose = Purpose.DELTA
+        self,
+        digest: Digest,
+        size_max: int,
+        donors: Sequence[PeerId],
+        purpose: Purpose = Purpose.DELTA,
+        *,
+        of_spec: bool = False,
     ) -> None:
         self.sizes_max.append(size_max)
+        self.of_spec.append(of_spec)
         await asyncio.to_thread(self._do, f"fetch {digest[:1].decode()}")
 
     def remember(self, peer: PeerId, sealed: bytes) -> None:
@@ -265,6 +274,19 @@ async def test_a_chunk_of_a_snapshot_is_no_larger_than_the_model_makes_it() -> N
     world = World()
     await live(world, [do.FetchSnapshot(OFFER, 4, (PEER,))], 1)
     assert set(world.sizes_max) == {640}
+
+
+@pytest.mark.parametrize("index", [0, 4])
+async def test_a_version_0_that_its_owner_made_wrong_ends_the_node(index: int) -> None:
+    """Of a later snapshot the RunSpec says nothing."""
+    world = World()
+    offer = msgspec.structs.replace(OFFER, index=index)
+    await live(world, [do.FetchSnapshot(offer, 4, (PEER,))], 1)
+    assert set(world.of_spec) == {index == 0}
+    world.fail["fetch b"] = OperatorError("the run's owner has to make the run anew", 5)
+    with pytest.raises(ExceptionGroup) as caught:
+        await live(world, [do.FetchSnapshot(offer, 4, (PEER,))], 1)
+    assert caught.group_contains(OperatorError, match="the run's owner")
 
 
 async def test_work_that_was_ordered_in_the_last_moment_is_given_up_without_a_warning() -> None:

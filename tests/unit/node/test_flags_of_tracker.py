@@ -18,6 +18,7 @@ from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import TrackerConfig
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.process.lifetime import Leaving, run_life
+from p2pdiloco_node.run.folder import MAKING, SPEC
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.tracker import Archive, Tracker
 from tests.unit.export.conftest import KeptRun
@@ -158,3 +159,15 @@ def test_a_restarted_tracker_keeps_the_newest_and_not_what_was_there_first(
             return made.participant.blobs.digests(Purpose.DELTA)
 
     assert asyncio.run(life()) == sorted(deltas[len(deltas) - left :])
+
+
+def test_what_a_making_left_that_was_killed_at_its_end_goes(
+    kept: KeptRun, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    """The run was signed, so that `run new` would not look there again."""
+    making = Path("run") / MAKING
+    (making / "tokens").mkdir(parents=True)
+    (making / "tokens" / "1").write_bytes(bytes(1000))
+    entered(config_of(monkeypatch, "--run", "run", "--listen", f"127.0.0.1:{unused_tcp_port}"))
+    assert not making.exists()
+    assert (Path("run") / SPEC).is_file()

@@ -81,6 +81,19 @@ def test_a_whole_run_verifies_and_tells_what_it_read(
     assert said.err == "Reading data and version 0 ...\n"
 
 
+def test_a_version_0_that_is_not_one_of_its_model_is_said(run: tuple[Path, RunSpec]) -> None:
+    """It was said not to be kept there."""
+    folder, spec = run
+    large = (folder / "blobs" / spec.genesis.params[0].hex()).read_bytes() + bytes(4)
+    (folder / "blobs" / digest_of(large).hex()).write_bytes(large)
+    genesis = msgspec.structs.replace(spec.genesis, params=(digest_of(large),))
+    made = msgspec.structs.replace(spec, genesis=genesis)
+    (folder / "spec.bin").write_bytes(sign_run_spec(made, OWNER))
+    with pytest.raises(OperatorError, match="a chunk of version 0 is not one of its model") as caught:
+        verify_run(folder)
+    assert caught.value.exit_code == 1
+
+
 @pytest.mark.parametrize("harm", ["bit", "short", "gone"])
 @pytest.mark.parametrize(
     "what",

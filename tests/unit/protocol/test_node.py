@@ -14,6 +14,7 @@ from p2pdiloco.protocol.actions import (
     Action,
     AdoptState,
     AllowDelta,
+    EvaluateState,
     FetchDelta,
     LeaveDone,
     RememberPeer,
@@ -265,6 +266,21 @@ def test_what_the_log_settled_before_a_crash_is_settled_at_the_next_start() -> N
     assert node.node.in_flight == (three,)
     adopted = [i for i, a in enumerate(node.began) if isinstance(a, AdoptState)]
     assert max(places(node.began, SettleDelta)) < min(adopted)
+
+
+@pytest.mark.parametrize(("evaluated_version", "times"), [(-1, 1), (0, 1), (4, 0)])
+def test_a_version_that_an_earlier_life_evaluated_is_not_evaluated_again(
+    evaluated_version: int, times: int
+) -> None:
+    """After a crash the last entry is applied again to the arrays of the one before."""
+    run = make_run(A, B, eval_every=4)
+    before, chain = Chain(run), Chain(run)
+    before.steps(3)
+    *_, last = chain.steps(4)
+    restored = restored_at(before, evaluated_version=evaluated_version, held=(last,))
+    node = Driven(run, A, msgspec.structs.replace(restored, entries=tuple(chain.entries)))
+    assert node.node.version == 4
+    assert len(take(node.began, EvaluateState)) == times
 
 
 def test_a_snapshot_settles_own_deltas_by_the_entries_it_jumps_over() -> None:

@@ -8,6 +8,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import PeerError, TransportError
 from p2pdiloco.ids import PeerId, digest_of
 from p2pdiloco.protocol.tracker import AnnounceReply, Directory
+from p2pdiloco.rules.evaluation import measured_tokens
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.codec import decode, encode
@@ -204,16 +205,18 @@ def test_an_evaluation_counts_only_for_the_certified_state():
     roots = {8: digest_of(b"root 8")}
     owner = FastSigner("owner")
     spec = tiny_run(owner, owner.peer_id).spec
-    sets = (SetLoss(2.5, spec.data.evaluation.tokens),)
+    (tokens,) = measured_tokens(spec)
+    sets = (SetLoss(2.5, tokens),)
     good = EvalReport(8, roots[8], sets)
     assert d.evaluation(opened(1, good), spec, root_of=roots.get) == good
     for reason, bad in {
         "WRONG_STATE": EvalReport(8, digest_of(b"other"), sets),
         "TOO_EARLY": EvalReport(9, roots[8], sets),
-        "0 of": EvalReport(8, roots[8], (SetLoss(2.5, 0),)),
+        "on 0 held-out": EvalReport(8, roots[8], (SetLoss(2.5, 0),)),
+        f"where {tokens} are": EvalReport(8, roots[8], (SetLoss(2.5, tokens - spec.model.seq_len),)),
         "2 losses for 1": EvalReport(8, roots[8], sets * 2),
-        "a loss of 101": EvalReport(8, roots[8], (SetLoss(101.0, 5),)),
-        "held-out tokens": EvalReport(8, roots[8], (SetLoss(2.5, spec.data.evaluation.tokens + 1),)),
+        "a loss of 101": EvalReport(8, roots[8], (SetLoss(101.0, tokens),)),
+        "held-out tokens": EvalReport(8, roots[8], (SetLoss(2.5, tokens + 1),)),
         "1 samples for 0": EvalReport(8, roots[8], sets, ("text",)),
     }.items():
         with pytest.raises(PeerError, match=reason):

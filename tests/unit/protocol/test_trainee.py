@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from p2pdiloco.ids import NO_DIGEST, PeerId
 from p2pdiloco.protocol.actions import Action, AdoptState, AllowPasses, EvaluateState, SettleDelta
@@ -23,7 +24,14 @@ STRANGERS = make_run(A, B, eval_every=4, admission="open", bootstrap_tokens=0, t
 
 
 def at(
-    version: int, adopted: int, *, who: Any = A, senders: Any = (A,), run: Any = RUN, **restored: Any
+    version: int,
+    adopted: int,
+    *,
+    who: Any = A,
+    senders: Any = (A,),
+    run: Any = RUN,
+    evaluated: int = -1,
+    **restored: Any,
 ) -> tuple[Parts, Trainee]:
     """A node whose state is `version`, its trainer's work standing on `adopted`."""
     chain = Chain(run)
@@ -36,7 +44,7 @@ def at(
             params_root=roots(version)[0], momentum_root=roots(version)[1], **restored,
         ),
     )  # fmt: skip
-    return p, Trainee(p.ctx, p.log, p.applied, p.delivery, adopted)
+    return p, Trainee(p.ctx, p.log, p.applied, p.delivery, adopted, evaluated)
 
 
 def adopt(p: Parts, t: Trainee) -> list[Action]:
@@ -240,6 +248,23 @@ def test_the_last_state_is_evaluated_once() -> None:
     t.installed(OwnerEntry(word, NO_DIGEST))
     t.installed(OwnerEntry(word, NO_DIGEST))
     assert [e.version for e in take(p.drain(), EvaluateState)] == [5]
+
+
+@pytest.mark.parametrize(("evaluated", "again"), [(-1, True), (3, True), (4, False)])
+def test_what_an_earlier_life_evaluated_is_not_evaluated_again(evaluated: int, again: bool) -> None:
+    """The newest entries are applied again after a restart: minutes of work, and a report that is no news."""
+    p, t = at(4, 3, evaluated=evaluated)
+    t.installed(p.log.content(4))
+    assert bool(take(p.drain(), EvaluateState)) is again
+    p, t = at(0, 0, evaluated=0)
+    assert take(adopt(p, t), EvaluateState) == []
+
+
+def test_of_another_epoch_a_version_is_another_one() -> None:
+    p, t = at(4, 4, evaluated=4)
+    t.went_back()
+    t.installed(p.log.content(4))
+    assert [e.version for e in take(p.drain(), EvaluateState)] == [4]
 
 
 def test_what_the_owner_says_of_an_evaluated_version_chooses_nobody_else() -> None:

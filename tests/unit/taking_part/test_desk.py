@@ -93,6 +93,10 @@ class Kit:
         self.said.append(text)
 
     # DiskContributor
+    def evaluated(self, version: int) -> None:
+        assert self.evaluations[-1].found.version == version, "said first"
+        self.done.append(f"evaluated {version}")
+
     def settle(self, delta: Digest, how: Settled) -> None:
         self.done.append(f"settle {how}")
 
@@ -248,6 +252,7 @@ async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: K
     await kit.desk.trainer_said(frames.Evaluated(3, (9.0,), (10,)))
     await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
     assert kit.evaluations == [Evaluation(ROOT, frames.Evaluated(4, (2.0,), (10,)))]
+    assert kit.done == ["evaluate 4", "evaluated 4"], "durable, and only what was asked for"
     assert not kit.desk.evaluating
     assert kit.said == []
 

@@ -301,6 +301,22 @@ def test_not_finite_leaves_the_other_delta_in_flight_without_its_content(disk: D
     assert np.abs(disk.start().view(G).anchor - G).max() > 0
 
 
+def test_what_was_evaluated_is_known_to_the_next_life(disk: Disk) -> None:
+    assert disk.start().evaluated_version == -1
+    disk.start().evaluated(0)
+    mine = disk.start()
+    assert mine.evaluated_version == 0
+    header = finished(mine, 1, 1)
+    mine.evaluated(16)
+    mine.evaluated(32)  # twice in a row: both records name what is in flight
+    again = disk.start()
+    assert (again.evaluated_version, again.in_flight(), again.cursor) == (32, [header], 4)
+    again.settle(Digest(header.delta), Settled.LISTED)
+    assert disk.start().evaluated_version == 32
+    again.reset()  # the owner dropped it, perhaps: another state may have its number
+    assert disk.start().evaluated_version == -1
+
+
 def test_a_damaged_record_is_skipped_for_the_one_before(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     mine = disk.start()
     first = finished(mine, 1, 1)

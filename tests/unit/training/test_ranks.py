@@ -13,6 +13,7 @@ import pytest
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import NodeConfig
+from p2pdiloco_node.storage.scratch import temporary_folder
 from p2pdiloco_node.training import further_ranks
 from p2pdiloco_node.training.machine import Gpu
 from p2pdiloco_node.training.ranks import WORKER, Launch, Ranks, check_batch, find_ranks
@@ -115,7 +116,7 @@ def test_lent_ranks_start_again_until_the_trainer_ends(
     waited: list[float] = []
     monkeypatch.setattr(further_ranks.time, "sleep", waited.append)
     lent = NodeConfig(device="cpu", nnodes=2, rdzv="127.0.0.1:1")
-    assert further_ranks.run_ranks(lent, node_rank=1, nice=0) == 0
+    assert further_ranks.run_ranks(lent, node_rank=1, nice=0, scratch=temporary_folder) == 0
     assert counted.read_text() == "xxx"
     assert len(waited) == 2
 

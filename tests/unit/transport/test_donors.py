@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco import limits
-from p2pdiloco.errors import TransportError
+from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import digest_of
 from p2pdiloco_node.ports import Purpose
 
@@ -79,4 +79,52 @@ async def test_busy_donors_name_others(ends: Any) -> None:
             places.enter_context(two.server._blob_routes._outlet.held("192.0.2.1"))
         await one.client.fetch(NAME, len(DATA), [two.peer], Purpose.SHARD)
     assert three.server.traffic.up_data == len(DATA)
+    assert one.client.strikes.listed() == {}
+
+
+LARGE = 1000  # bytes that a RunSpec allows where its owner named DATA
+
+
+async def test_a_blob_larger_than_its_run_spec_says_is_the_owner_s_fault(ends: Any) -> None:
+    """Whoever served it was struck as a liar, and the node waited for ever."""
+    one, two = await ends(2)
+    two.blobs.put(NAME, DATA, Purpose.SNAPSHOT)
+    with pytest.raises(OperatorError, match="the run's owner has to make the run anew") as caught:
+        await one.client.fetch(NAME, LARGE, [two.peer], Purpose.SNAPSHOT, of_spec=True)
+    assert caught.value.exit_code == 5
+    assert one.client.strikes.listed() == {}
+    assert not one.blobs.has(NAME)
+    assert one.blobs.used(Purpose.SNAPSHOT) == 0
+
+
+async def test_who_says_so_without_its_bytes_is_a_liar(ends: Any) -> None:
+    one, liar = await ends(2)
+    liar.blobs.put(NAME, DATA, Purpose.SNAPSHOT)
+    liar.blobs.path(NAME).write_bytes(bytes(len(DATA)))
+    with pytest.raises(TransportError, match="TOO_BIG"):
+        await one.client.fetch(NAME, LARGE, [liar.peer], Purpose.SNAPSHOT, of_spec=True)
+    assert one.client.strikes.listed()[liar.peer].last_reason == "TOO_BIG"
+
+
+async def test_what_would_cost_too_much_to_see_is_held_against_nobody(
+    ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await ends(2)
+    two.blobs.put(NAME, DATA, Purpose.SNAPSHOT)
+    monkeypatch.setattr(limits, "oversize_bytes_max", len(DATA) - LARGE - 1)
+    with pytest.raises(TransportError, match="it lies, or the run's owner has to"):
+        await one.client.fetch(NAME, LARGE, [two.peer], Purpose.SNAPSHOT, of_spec=True)
+    assert one.client.strikes.listed() == {}
+    assert one.client.traffic.down_data == 0
+
+
+async def test_a_part_of_what_is_too_large_is_no_reason_to_believe_it(ends: Any) -> None:
+    """Bytes from the middle on show nothing: the next try has all of them."""
+    one, two = await ends(2)
+    two.blobs.put(NAME, DATA, Purpose.SNAPSHOT)
+    one.blobs.append_part(NAME, 0, DATA[:500], LARGE, Purpose.SNAPSHOT)
+    with pytest.raises(TransportError, match="it lies, or"):
+        await one.client.fetch(NAME, LARGE, [two.peer], Purpose.SNAPSHOT, of_spec=True)
+    with pytest.raises(OperatorError, match="the run's owner"):
+        await one.client.fetch(NAME, LARGE, [two.peer], Purpose.SNAPSHOT, of_spec=True)
     assert one.client.strikes.listed() == {}
