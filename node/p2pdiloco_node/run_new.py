@@ -168,8 +168,11 @@ async def _create_run(
     params = 0
     known: tuple[str, ...] = ()
     if tune is None:
-        told.progress("Looking at the model", 0.0)
-        model, known = await look_at_model(choice, vocab_size=planned.plan.vocab_size)
+        model, known = await look_at_model(
+            choice,
+            vocab_size=planned.plan.vocab_size,
+            at=lambda doing: told.progress("Looking at the model", 0.0, doing=doing),
+        )
         for note in known:
             told.say(note)
         check_draft(order, choice, loops, model, declared)
@@ -192,13 +195,17 @@ async def _create_run(
     check_folder(out)
     with Taken(Work(out / MAKING)):
         check_folder(out)
-        told.progress("Making version 0", 0.0)
+
+        def at(doing: str) -> None:
+            told.progress("Making version 0", 0.0, doing=doing)
+
         spec_model, params_0, notes = await make_version_0(
             choice,
             secrets.randbits(62) if order.seed is None else order.seed,
             vocab_size=shards.tokenizer.vocab_size,
             folder=out / MAKING / VERSION_0,
             tried=tune is None,
+            at=at,
         )
         for note in notes:
             if note not in known:
@@ -209,6 +216,7 @@ async def _create_run(
             lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
             loops.samples.prompts,
         )
+        at("writing its blobs")
         genesis = await asyncio.to_thread(_write_genesis, params_0, put)
         seats = Committee(witness.peer_id, ())
         spec = _spec(order, choice, loops, spec_model, shards, genesis, owner.public_key, seats, encoded)

@@ -27,8 +27,12 @@ def made(
 ) -> tuple[ModelSpec, Floats]:
     choice = choose_model(model, seq_len=seq_len)
     with tempfile.TemporaryDirectory() as folder:
-        made = make_version_0(choice, seed, vocab_size=vocab_size, folder=Path(folder) / "version-0")
+        heard: list[str] = []
+        made = make_version_0(
+            choice, seed, vocab_size=vocab_size, folder=Path(folder) / "version-0", at=heard.append
+        )
         spec, params, _ = asyncio.run(made)
+        assert [*heard[:2], heard[-1]] == ["starting torch", "building it", "writing its params"]
         assert not list(Path(folder).iterdir())
     return spec, params
 

@@ -1,7 +1,8 @@
 """Makes version 0: `python -m p2pdiloco_node.training.genesis`, a process with torch.
 
 Started by version_0.py. Reads a GenesisOrder, lets the model compute once (trial.py), writes the params as
-raw little-endian float32 to a file, one tensor at a time, and a GenesisMade to standard output. Version 0
+raw little-endian float32 to a file, one tensor at a time, and a GenesisMade to standard output. What it is at
+and what it says are lines on standard error. Version 0
 travels as a snapshot, never as a seed: the same seed gives other numbers on another CPU (algorithm.md 5).
 """
 
@@ -12,6 +13,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,11 +36,15 @@ from p2pdiloco_node.training.presets import config_bytes
 from p2pdiloco_node.training.ram import ram
 from p2pdiloco_node.training.trainer_process import die_with_parent
 from p2pdiloco_node.training.trial import check_room, try_model
-from p2pdiloco_node.training.version_0 import KNOWN_WHY, GenesisMade, GenesisOrder
+from p2pdiloco_node.training.version_0 import DOING, KNOWN_WHY, GenesisMade, GenesisOrder
 
 
-def make(order: GenesisOrder) -> GenesisMade:
-    """Raises: OperatorError: the config or the checkpoint cannot become a run's model."""
+def make(order: GenesisOrder, at: Callable[[str], None] = lambda _: None) -> GenesisMade:
+    """`at` hears what is going on.
+
+    Raises: OperatorError: the config or the checkpoint cannot become a run's model.
+    """
+    at("building it")
     given = json.loads(order.config)
     check_values(order.family, given)
     config = make_config(order.family, given, from_file=True)
@@ -67,11 +73,13 @@ def make(order: GenesisOrder) -> GenesisMade:
     notes = []
     if found := drops_out(order.family, arguments):
         notes.append(f"Dropout as the config asks: {', '.join(found)}.")
+    at("reading its checkpoint" if order.checkpoint else "initialising its params")
     if order.checkpoint:
         model = read_checkpoint(order.family, config, Path(order.checkpoint))
     else:
         torch.manual_seed(order.seed)
         model = initialised(order.family, config)
+    at("looking at its params")
     for name, parameter in model.named_parameters():
         largest = float(parameter.detach().float().abs().max())  # nan, if one is
         if not largest <= limits.param_max:
@@ -79,8 +87,9 @@ def make(order: GenesisOrder) -> GenesisMade:
             what = f"a value of {largest:.1g}" if math.isfinite(largest) else "values that are not finite"
             raise OperatorError(f"the {start} holds {what} ({name}): it is no sound start.")
     if not order.tried:
-        notes += try_model(model, spec, ram().free)
+        notes += try_model(model, spec, ram().free, at)
     if order.params:
+        at("writing its params")
         with Path(order.params).open("wb") as file:
             for _, parameter in model.named_parameters():
                 values = parameter.detach().float().contiguous().numpy()
@@ -95,7 +104,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints is not the answer
     order = decode(sys.stdin.buffer.read(), GenesisOrder)
     try:
-        made = make(order)
+        made = make(order, lambda doing: print(f"{DOING}{doing}", file=sys.stderr, flush=True))
     except OperatorError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(KNOWN_WHY + error.exit_code) from None

@@ -43,7 +43,9 @@ class Said(Quiet):
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
+    def progress(
+        self, what: str, done: float, total: float = 1.0, unit: str = "", doing: str = ""
+    ) -> None:  # fmt: skip
         self.steps.append((what, done, total, unit))
         self._left -= what == self._what
         if self._stop is not None and self._left == 0:
