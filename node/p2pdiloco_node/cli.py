@@ -19,7 +19,7 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
-from p2pdiloco.exit_codes import OURS, USAGE
+from p2pdiloco.exit_codes import INTERRUPTED, OURS, USAGE
 from p2pdiloco_node import __version__, cli_model, cli_run
 from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
 from p2pdiloco_node.config import (
@@ -36,7 +36,6 @@ from p2pdiloco_node.config import (
 # What a word without a flag most likely was meant for.
 LEFT_OUT = {"tracker": "--run", "node": "--join"}
 FREE_TEXT = ("--prompt", "--name")  # what comes behind is more of it, whatever flag is left out
-INTERRUPTED = 130
 MISSPELT = re.compile(r"Did you mean (?P<flag>\S+) instead of (?P<word>[^\s?]+)")
 
 app = App(
@@ -485,10 +484,5 @@ def _words(arguments: Sequence[str]) -> str:
     return " ".join(words[:2])
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    sys.exit(run_command(sys.argv[1:]))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(sys.argv[1:]))

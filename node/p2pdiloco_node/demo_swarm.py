@@ -53,7 +53,7 @@ class Daemon:
     def start(self) -> None:
         """Start a life. The address of the one before is forgotten."""
         self.address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "p2pdiloco_node.cli", *self.arguments, "--die-with-parent"]
+        command = [sys.executable, "-m", "p2pdiloco_node", *self.arguments, "--die-with-parent"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

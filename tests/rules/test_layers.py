@@ -85,6 +85,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("p2pdiloco_node.demo",),
     ("p2pdiloco_node.cli_model", "p2pdiloco_node.cli_run"),
     ("p2pdiloco_node.cli",),
+    ("p2pdiloco_node.__main__",),
 )
 
 INSTEAD = {

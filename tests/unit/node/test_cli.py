@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,37 @@ import pytest
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.demo import STEPS_MIN, steps_of_a_pass
 
+ROOT = Path(__file__).parents[3]
+
 
 def test_a_misspelt_flag_that_is_needed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["run", "new", "--nme", "x", "--model", "llama:tiny", "--out", "x"]) == 2
     assert capsys.readouterr().err == (
         "p2pdiloco: there is no flag --nme; did you mean '--name'? (see p2pdiloco run new --help)\n"
     )
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[3]:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, CtrlC())
+from importlib.metadata import EntryPoint
+EntryPoint(sys.argv[1], sys.argv[2], "console_scripts").load()()
+"""
+
+
+@pytest.mark.parametrize("module", ["msgspec", "cyclopts"])
+def test_ctrl_c_while_python_imports_is_no_traceback(module: str) -> None:
+    """The first third of a second of every command."""
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["p2pdiloco"]
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, "p2pdiloco", script, module],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize(
