@@ -25,6 +25,7 @@ import msgspec
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import NO
+from p2pdiloco_node.config import without_settings
 from p2pdiloco_node.run_folder import ADDRESS
 from p2pdiloco_node.telemetry import NodeStatus
 
@@ -56,8 +57,9 @@ class Daemon:
         command = [sys.executable, "-m", "p2pdiloco_node", *self.arguments, "--die-with-parent"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=without_settings(os.environ),  # those of a real node on this machine are not the demo's
+            )  # fmt: skip
 
     @property
     def address_file(self) -> Path:

@@ -21,6 +21,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.sim.lab.result import Result
 from p2pdiloco_node import __version__
+from p2pdiloco_node.config import lab_compile
 from p2pdiloco_node.lab import plots, tables
 from p2pdiloco_node.lab.cache import Cache, source_digest
 from p2pdiloco_node.lab.progress import StudyProgress
@@ -120,6 +121,7 @@ def _put_out(
 
 def _check(options: Options, study: Study, *, real: bool) -> None:
     """What would be a pity to find out after hours."""
+    lab_compile(os.environ)
     check_jobs(options.jobs)
     if options.plot is not None:
         plots.check_plot(options.plot, study)

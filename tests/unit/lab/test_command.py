@@ -41,6 +41,22 @@ def test_a_study_is_run_printed_kept_and_drawn(
     assert "| barrier | 3 |" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ("P2PDILOCO_LAB_COMPLIE", "P2PDILOCO_LAB_COMPLIE; did you mean 'P2PDILOCO_LAB_COMPILE'?"),
+        ("P2PDILOCO_LAB_COMPILE", "P2PDILOCO_LAB_COMPILE: 'yes' is not possible: give 1, 0 or auto."),
+    ],
+)
+def test_a_slip_in_a_variable_is_refused(
+    two_arms: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    variable: str, sentence: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(variable, "yes")
+    assert run_command(["simulate", str(two_arms)]) == 3
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_second_time_comes_from_the_cache(
     two_arms: Path, tmp_path: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,23 @@ def test_what_is_no_utf_8_is_said(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["node", "tracker", "config show"])
+def test_a_slip_in_a_variable_ends_what_reads_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("P2PDILOCO_DATADIR", "x")
+    assert run_command(command.split()) == 3
+    assert "did you mean 'P2PDILOCO_DATA_DIR'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["version", "simulate --seeds 1 --jobs 1"])
+def test_a_slip_in_a_variable_is_nothing_to_what_reads_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    monkeypatch.setenv("P2PDILOCO_DATADIR", "x")
+    assert run_command(line.split()) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
