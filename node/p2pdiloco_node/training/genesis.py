@@ -1,9 +1,10 @@
 """Makes version 0: `python -m p2pdiloco_node.training.genesis`, a process with torch.
 
 Started by version_0.py. Reads a GenesisOrder, lets the model compute once (trial.py), writes the params as
-raw little-endian float32 to a file, one tensor at a time, and a GenesisMade to standard output. What it is at
-and what it says are lines on standard error. Version 0
-travels as a snapshot, never as a seed: the same seed gives other numbers on another CPU (algorithm.md 5).
+raw little-endian float32 to a file, one tensor at a time. Standard output has a GenesisMade as soon as the
+tensors are known, without notes and behind its length, and another at the end; standard error has what goes
+on, and what is wrong. Version 0 travels as a snapshot, never as a seed: the same seed gives other numbers on
+another CPU (algorithm.md 5).
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ from p2pdiloco_node.training.presets import config_bytes
 from p2pdiloco_node.training.ram import ram
 from p2pdiloco_node.training.trainer_process import die_with_parent
 from p2pdiloco_node.training.trial import check_room, try_model
-from p2pdiloco_node.training.version_0 import DOING, KNOWN_WHY, GenesisMade, GenesisOrder
+from p2pdiloco_node.training.version_0 import DOING, KNOWN_WHY, LENGTH_BYTES, GenesisMade, GenesisOrder
 
 
-def make(order: GenesisOrder, at: Callable[[str], None] = lambda _: None) -> GenesisMade:
-    """`at` hears what is going on.
+def make(
+    order: GenesisOrder,
+    at: Callable[[str], None] = lambda _: None,
+    laid_out: Callable[[GenesisMade], None] = lambda _: None,
+) -> GenesisMade:
+    """`at` hears what is going on, `laid_out` what is known before any param is made.
 
     Raises: OperatorError: the config or the checkpoint cannot become a run's model.
     """
@@ -69,6 +74,7 @@ def make(order: GenesisOrder, at: Callable[[str], None] = lambda _: None) -> Gen
         )
     tensors = tensor_layout(outline(order.family, config))
     spec = ModelSpec(order.family, "", frozen, order.vocab_size, order.seq_len, tensors)
+    laid_out(GenesisMade(frozen, tensors, (), releases()))
     check_room(spec, ram().free)
     notes = []
     if found := drops_out(order.family, arguments):
@@ -103,8 +109,14 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is not the answer
     order = decode(sys.stdin.buffer.read(), GenesisOrder)
+
+    def laid_out(made: GenesisMade) -> None:
+        answer = encode(made)
+        output.write(len(answer).to_bytes(LENGTH_BYTES, "big") + answer)
+        output.flush()
+
     try:
-        made = make(order, lambda doing: print(f"{DOING}{doing}", file=sys.stderr, flush=True))
+        made = make(order, lambda doing: print(f"{DOING}{doing}", file=sys.stderr, flush=True), laid_out)
     except OperatorError as error:
         print(error, file=sys.stderr, flush=True)
         raise SystemExit(KNOWN_WHY + error.exit_code) from None

@@ -26,6 +26,7 @@ KNOWN_WHY = 64  # genesis ends with this and an exit code: its last line is a se
 KNOWN = range(KNOWN_WHY + NO, KNOWN_WHY + RESOURCES + 1)  # Python itself ends with others, such as 120
 DOING = "p2pdiloco is at: "  # begins a line of genesis that says what goes on, and no more
 HEARD_BYTES = 1 << 16  # read at once of what it says, and most that is kept of a line
+LENGTH_BYTES = 4  # in front of its first answer
 HINTS = {  # by what the last line says
     "No module named": "pip install 'p2pdiloco[node]'",
     "No space left": "make room on the disk, or choose a folder on another disk with --out",
@@ -34,6 +35,7 @@ HINTS = {  # by what the last line says
 
 
 At = Callable[[str], None]
+Check = Callable[[ModelSpec], None]
 
 
 def unheard(_: str) -> None:
@@ -63,15 +65,16 @@ class GenesisMade(Struct, frozen=True):
 
 
 async def look_at_model(
-    choice: ModelChoice, *, vocab_size: int, at: At = unheard
+    choice: ModelChoice, *, vocab_size: int, check: Check, at: At = unheard
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """The RunSpec's model, without params, and what the owner should know: before anything is made.
 
-    `at` hears what is going on.
+    `check` refuses it by its size, before it is made and tried, which may take minutes. `at` hears what goes
+    on.
 
     Raises: OperatorError: it cannot be made or computed with, or its checkpoint cannot be read.
     """
-    made = await _made(choice, 0, vocab_size, "", at, tried=False)
+    made = await _made(choice, 0, vocab_size, "", at, tried=False, check=check)
     return _spec(choice, vocab_size, made), made.notes
 
 
@@ -100,7 +103,8 @@ async def make_version_0(
 
 
 async def _made(
-    choice: ModelChoice, seed: int, vocab_size: int, params: str, at: At, *, tried: bool
+    choice: ModelChoice, seed: int, vocab_size: int, params: str, at: At, *, tried: bool,
+    check: Check | None = None,
 ) -> GenesisMade:  # fmt: skip
     order = GenesisOrder(
         family=choice.family,
@@ -112,7 +116,16 @@ async def _made(
         params=params,
         tried=tried,
     )
-    return decode(await _run(encode(order), at), GenesisMade, bytes_max=limits.run_spec_bytes_max)
+
+    def laid_out(answer: bytes) -> None:
+        if check is not None:
+            check(_spec(choice, vocab_size, _opened(answer)))
+
+    return _opened(await _run(encode(order), at, laid_out))
+
+
+def _opened(answer: bytes) -> GenesisMade:
+    return decode(answer, GenesisMade, bytes_max=limits.run_spec_bytes_max)
 
 
 def _spec(choice: ModelChoice, vocab_size: int, made: GenesisMade) -> ModelSpec:
@@ -127,7 +140,7 @@ def _spec(choice: ModelChoice, vocab_size: int, made: GenesisMade) -> ModelSpec:
     )
 
 
-async def _run(order: bytes, at: At) -> bytes:
+async def _run(order: bytes, at: At, laid_out: Callable[[bytes], None]) -> bytes:
     at("starting torch")
     process = await asyncio.create_subprocess_exec(
         *GENESIS,
@@ -140,7 +153,7 @@ async def _run(order: bytes, at: At) -> bytes:
     try:
         process.stdin.write(order)
         process.stdin.close()
-        made, last = await asyncio.gather(process.stdout.read(), last_words(process.stderr, at))
+        made, last = await asyncio.gather(_answer(process.stdout, laid_out), last_words(process.stderr, at))
         code = await process.wait()
     finally:
         if process.returncode is None:
@@ -152,6 +165,15 @@ async def _run(order: bytes, at: At) -> bytes:
         raise OperatorError(f"version 0 is not made: {last[:1000]}", code - KNOWN_WHY)
     hint = next((hint for sign, hint in HINTS.items() if sign in last), "free memory, try again")
     raise OperatorError(f"version 0 could not be made ({last[:300]}): {hint}.", RESOURCES)
+
+
+async def _answer(said: asyncio.StreamReader, laid_out: Callable[[bytes], None]) -> bytes:
+    try:
+        first = await said.readexactly(int.from_bytes(await said.readexactly(LENGTH_BYTES), "big"))
+    except asyncio.IncompleteReadError:
+        return b""  # it failed: its last words say why
+    laid_out(first)
+    return await said.read()
 
 
 async def last_words(said: asyncio.StreamReader, at: At) -> str:

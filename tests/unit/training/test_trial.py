@@ -41,9 +41,11 @@ def test_what_goes_on_is_said_meanwhile(tmp_path: Path) -> None:
     from p2pdiloco_node.training.genesis import make
 
     heard: list[str] = []
-    make(GenesisOrder("llama", config_bytes(LLAMA), 300, 16, "", 1, str(tmp_path / "params")), heard.append)
+    order = GenesisOrder("llama", config_bytes(LLAMA), 300, 16, "", 1, str(tmp_path / "params"))
+    made = make(order, heard.append, lambda made: heard.append(f"{len(made.tensors)} tensors"))
     assert heard == [
-        "building it", "initialising its params", "looking at its params", "forward pass", "backward pass",
+        "building it", f"{len(made.tensors)} tensors",
+        "initialising its params", "looking at its params", "forward pass", "backward pass",
         "evaluating and sampling", "writing its params",
     ]  # fmt: skip
 
