@@ -64,7 +64,7 @@ def test_the_second_time_comes_from_the_cache(
     cache = Cache(tmp_path / "cache")
     first = (simulate_study(options, work=fake.pid, cache=cache), capsys.readouterr().out)
     again = (simulate_study(options, work=fake.pid, cache=cache), *capsys.readouterr())
-    assert "6 of 6 runs are kept from earlier" in again[2]
+    assert "Kept from earlier: 6 of 6 runs;" in again[2]
     assert json.loads(first[1])["results"] == json.loads(again[1])["results"]
     fresh = Cache(tmp_path / "cache", fresh=True)
     simulate_study(options, work=fake.pid, cache=fresh)
@@ -220,4 +220,4 @@ def test_what_is_not_kept_is_said_once_and_not_counted(
     said = capsys.readouterr().err
     assert said.count("finished runs cannot be kept") == 1
     assert "Not a directory" in said
-    assert "2 of 6 runs are finished and 0 of them kept" in said
+    assert "Finished, 0 kept: 2 of 6 runs;" in said
