@@ -7,8 +7,6 @@ docs/exit-codes.md; 70 is a fault of this program, with a traceback.
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,7 +19,8 @@ from cyclopts import App, Parameter
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
 from p2pdiloco.exit_codes import INTERRUPTED, OURS, USAGE
 from p2pdiloco_node import __version__, cli_model, cli_run
-from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
+from p2pdiloco_node.cli_slips import slip
+from p2pdiloco_node.cli_types import ConfigFile, FileOrDash, Flag, Globs, Hidden, Whole, Words
 from p2pdiloco_node.config import (
     INTERNAL,
     Loaded,
@@ -30,13 +29,7 @@ from p2pdiloco_node.config import (
     in_a_line,
     is_utf8,
     load,
-    nearest,
 )
-
-# What a word without a flag most likely was meant for.
-LEFT_OUT = {"tracker": "--run", "node": "--join"}
-FREE_TEXT = ("--prompt", "--name")  # what comes behind is more of it, whatever flag is left out
-MISSPELT = re.compile(r"Did you mean (?P<flag>\S+) instead of (?P<word>[^\s?]+)")
 
 app = App(
     name="p2pdiloco",
@@ -63,8 +56,8 @@ def demo(
     outer_steps: Whole | None = None,
     inner_steps: Whole | None = None,
     corpus: Globs = None,
-    chaos: bool = False,
-    headless: bool = False,
+    chaos: Flag = False,
+    headless: Flag = False,
     json: Path | None = None,
     keep: Path | None = None,
     seed: Whole = 1,
@@ -118,19 +111,19 @@ def tracker(
     run:
         The folder that `p2pdiloco run new` made (DIR).
     listen:
-        HOST:PORT. With a loopback address only nodes of this machine can join.
+        HOST:PORT. With a loopback address only nodes of this machine can join. Left out: 127.0.0.1:7474.
     public_url:
         Address to print in the join line, where nodes reach the tracker under another one.
     archive_bytes_max:
-        Most bytes of merged deltas that the witness keeps for verification.
+        Most bytes of merged deltas that the witness keeps for verification. Left out: 4294967296.
     checkpoints:
-        Newest versions offered for download, each as large as the model in float32; 0: none.
+        Newest versions offered for download, each as large as the model in float32; 0: none. Left out: 3.
     tensorboard:
         Write the run's curves and samples into this folder, for TensorBoard.
     wandb:
         Send them to this project of Weights & Biases.
     log_level:
-        How much is logged.
+        How much is logged. Left out: info.
     """
     from p2pdiloco_node.tracker import run_tracker
 
@@ -173,9 +166,9 @@ def node(
     join:
         The line that the tracker printed: http://HOST:PORT/#RUNID.
     data_dir:
-        Folder for everything of this node.
+        Folder for everything of this node. Left out: p2pdiloco-node.
     name:
-        Shown on the run's page.
+        Shown on the run's page. Left out: the beginning of its key.
     listen:
         HOST:PORT for other peers. Left out: a free port.
     advertise:
@@ -183,29 +176,31 @@ def node(
     peers:
         HOST:PORT of nodes to ask when no tracker answers.
     device:
-        auto, cpu, cuda or cuda:N.
+        auto, cpu, cuda or cuda:N. Left out: auto.
     threads:
-        CPU threads of the trainer.
+        CPU threads of the trainer. Left out: 1.
     micro_batch:
         Sequences per forward pass; 0: as many as fit well in memory. Less needs less of it.
     checkpointing:
-        Compute activations twice to keep fewer of them: auto, on, off.
+        Compute activations twice to keep fewer of them. Left out: auto.
     offload:
-        What lies in host memory instead of the GPU's: auto, none, anchor, moments (these and the anchor).
+        What lies in host memory instead of the GPU's; moments: these and the anchor. Left out: auto.
     compile_:
         Compile the losses with torch.compile: faster on GPUs after a minute or two.
     gpus:
         Train on several GPUs as one node: all, or their numbers, such as 0,1,3.
     ranks:
-        Processes of a trainer on the CPU.
+        Processes of a trainer on the CPU. Left out: 1.
     parallel:
         ddp: each rank holds the whole model; fsdp: each holds a part; auto: fsdp where that would not fit.
+        Left out: auto.
     nnodes:
         Machines of this one node; on the others run `p2pdiloco ranks`.
     rdzv:
         HOST:PORT on this machine, where the ranks of all machines meet.
     data_disk:
         Most that the run's data may take on disk, such as 20GB. A corpus that is larger is read in windows.
+        Left out: 64GiB.
     keep_deltas:
         Keep every delta on disk, so that `p2pdiloco verify` can start at version 0 here.
     stay:
@@ -215,7 +210,7 @@ def node(
     wandb:
         Send them to this project of Weights & Biases.
     log_level:
-        How much is logged.
+        How much is logged. Left out: info.
     """
     from p2pdiloco_node.daemon import run_node
 
@@ -265,7 +260,7 @@ def ranks(
 
 
 @app.command
-def status(*, url: str | None = None, json: bool = False) -> int:
+def status(*, url: str | None = None, json: Flag = False) -> int:
     """What the daemons on this machine are doing.
 
     Parameters
@@ -281,7 +276,7 @@ def status(*, url: str | None = None, json: bool = False) -> int:
 
 
 @app.command
-def verify(folder: Path, /, *, json: bool = False) -> int:
+def verify(folder: Path, /, *, json: Flag = False) -> int:
     """Replay a kept run: every signature, certificate, scalar and state root.
 
     Parameters
@@ -309,7 +304,7 @@ def simulate(
     plot: Path | None = None,
     markdown: Path | None = None,
     jobs: Whole = 0,
-    fresh: Annotated[bool, Parameter(negative_bool=())] = False,
+    fresh: Flag = False,
 ) -> int:
     """What would a run do with these nodes, links and failures? Without a file: the protocol's own checkers.
 
@@ -403,7 +398,7 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         result = app(list(arguments))
     except cyclopts.CycloptsError as error:
-        print(f"p2pdiloco: {_slip(error, arguments)}", file=sys.stderr)
+        print(f"p2pdiloco: {slip(error, app, arguments)}", file=sys.stderr)
         return USAGE
     except P2PDiLoCoError as error:
         print(f"p2pdiloco: {error}", file=sys.stderr)
@@ -419,69 +414,6 @@ def run_command(arguments: Sequence[str]) -> int:
               file=sys.stderr)  # fmt: skip
         return OURS
     return result if isinstance(result, int) else 0
-
-
-def _slip(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
-    """One sentence; an unknown flag or command comes with the nearest match."""
-    if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
-        word = error.token.keyword or str(error.token.value)
-        flags = [n for a in (error.argument_collection or ()) for n in a.names if n.startswith("--")]
-        return f"there is no flag {word}{nearest(word, flags)} (see {_help(arguments)})"
-    if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
-        word = error.unused_tokens[0]
-        command = " ".join(error.command_chain or ())
-        meant = _meant(word, command, arguments, LEFT_OUT.get(command, ""))
-        return f"{word!r} stands alone, without a flag before it{meant} (see p2pdiloco {command} --help)"
-    text = " ".join(str(error).split())
-    # A slip in the name of a flag that is needed: cyclopts speaks of the flag that is missing.
-    if isinstance(error, cyclopts.MissingArgumentError) and (slip := MISSPELT.search(text)):
-        word = slip["word"].rstrip(".").split("=")[0]
-        return f"there is no flag {word}; did you mean {slip['flag']!r}? (see {_help(arguments)})"
-    if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
-        command, lacking = " ".join(error.command_chain or ()), error.argument.names[0]
-        if any(word.partition("=")[0] in error.argument.names for word in arguments):
-            return f"{lacking} stands without a value (an unset variable?; see {_help(arguments)})"
-        unknown = next((w for w in error.unused_tokens or () if w.startswith("--")), "")
-        slip_too = f"there is no flag {unknown.split('=')[0]}, and " if unknown else ""
-        alone = next((w for w in error.unused_tokens or () if not w.startswith("-")), "")
-        meant = _meant(alone, command, arguments, lacking) if alone and not unknown else ""
-        return f"{slip_too}{command} needs {lacking}{meant} (see p2pdiloco {command} --help)"
-    return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
-
-
-def _meant(word: str, command: str, arguments: Sequence[str], lacking: str) -> str:
-    """What a word that stands alone most likely is: more of a value, or the value of the flag that lacks."""
-    before, flag = "", ""  # the value in front of the word, and the flag in front of that
-    for argument in arguments[len(command.split()) :]:
-        if argument == word and before:
-            break
-        if argument.startswith("--"):
-            flag, _, before = argument.partition("=")
-        else:
-            before = argument
-    else:
-        before, flag = "", ""
-    if lacking and not any(a.partition("=")[0] == lacking for a in arguments) and flag not in FREE_TEXT:
-        return f"; did you mean {lacking} {shlex.quote(word)}?"
-    if command == "export" and before and not flag:  # from left to right, as cp has it
-        source = "--join" if "://" in before else "--run"
-        return f"; did you mean {source} {shlex.quote(before)} {shlex.quote(word)}?"
-    if not before:
-        return ""
-    return f'; quote a value with blanks: {flag}{" " if flag else ""}"{before} {word} ..."'
-
-
-def _help(arguments: Sequence[str]) -> str:
-    return f"p2pdiloco {_words(arguments)} --help"
-
-
-def _words(arguments: Sequence[str]) -> str:
-    words = []
-    for argument in arguments:
-        if argument.startswith("-"):
-            break
-        words.append(argument)
-    return " ".join(words[:2])
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("p2pdiloco_node.lab", "p2pdiloco_node.demo_summary", "p2pdiloco_node.demo_swarm"),
     ("p2pdiloco_node.demo_chaos", "p2pdiloco_node.demo_view"),
     ("p2pdiloco_node.demo",),
-    ("p2pdiloco_node.cli_model", "p2pdiloco_node.cli_run"),
+    ("p2pdiloco_node.cli_model", "p2pdiloco_node.cli_run", "p2pdiloco_node.cli_slips"),
     ("p2pdiloco_node.cli",),
     ("p2pdiloco_node.__main__",),
 )
