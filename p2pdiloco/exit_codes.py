@@ -8,3 +8,4 @@ NETWORK = 4
 RUN = 5  # the wrong run, one that is over, or of another version
 RESOURCES = 6  # disk, memory, port, device
 OURS = 70  # a fault of this program
+INTERRUPTED = 130  # Ctrl-C

@@ -17,11 +17,11 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
-from p2pdiloco.exit_codes import OURS, USAGE
+from p2pdiloco.exit_codes import INTERRUPTED, OURS, USAGE
 from p2pdiloco_node import __version__
 from p2pdiloco_node.commands import model, run
-from p2pdiloco_node.commands.flags import ConfigFile, FileOrDash, Globs, Hidden, Whole, Words
-from p2pdiloco_node.commands.slips import slip_in_words
+from p2pdiloco_node.commands.flags import ConfigFile, FileOrDash, Flag, Globs, Hidden, Whole, Words
+from p2pdiloco_node.commands.slips import slip
 from p2pdiloco_node.config import (
     INTERNAL,
     Loaded,
@@ -32,8 +32,6 @@ from p2pdiloco_node.config import (
     load,
 )
 from p2pdiloco_node.storage.scratch import remove_temporary_folders, temporary_folder
-
-INTERRUPTED = 130
 
 app = App(
     name="p2pdiloco",
@@ -60,8 +58,8 @@ def demo(
     outer_steps: Whole | None = None,
     inner_steps: Whole | None = None,
     corpus: Globs = None,
-    chaos: bool = False,
-    headless: bool = False,
+    chaos: Flag = False,
+    headless: Flag = False,
     json: Path | None = None,
     keep: Path | None = None,
     seed: Whole = 1,
@@ -115,19 +113,19 @@ def tracker(
     run:
         The folder that `p2pdiloco run new` made (DIR).
     listen:
-        HOST:PORT. With a loopback address only nodes of this machine can join.
+        HOST:PORT. With a loopback address only nodes of this machine can join. Left out: 127.0.0.1:7474.
     public_url:
         Address to print in the join line, where nodes reach the tracker under another one.
     archive_bytes_max:
-        Most bytes of merged deltas that the witness keeps for verification.
+        Most bytes of merged deltas that the witness keeps for verification. Left out: 4294967296.
     checkpoints:
-        Newest versions offered for download, each as large as the model in float32; 0: none.
+        Newest versions offered for download, each as large as the model in float32; 0: none. Left out: 3.
     tensorboard:
         Write the run's curves and samples into this folder, for TensorBoard.
     wandb:
         Send them to this project of Weights & Biases.
     log_level:
-        How much is logged.
+        How much is logged. Left out: info.
     """
     from p2pdiloco_node.tracker import run_tracker
 
@@ -170,9 +168,9 @@ def node(
     join:
         The line that the tracker printed: http://HOST:PORT/#RUNID.
     data_dir:
-        Folder for everything of this node.
+        Folder for everything of this node. Left out: p2pdiloco-node.
     name:
-        Shown on the run's page.
+        Shown on the run's page. Left out: the beginning of its key.
     listen:
         HOST:PORT for other peers. Left out: a free port.
     advertise:
@@ -180,29 +178,31 @@ def node(
     peers:
         HOST:PORT of nodes to ask when no tracker answers.
     device:
-        auto, cpu, cuda or cuda:N.
+        auto, cpu, cuda or cuda:N. Left out: auto.
     threads:
-        CPU threads of the trainer.
+        CPU threads of the trainer. Left out: 1.
     micro_batch:
         Sequences per forward pass; 0: as many as fit well in memory. Less needs less of it.
     checkpointing:
-        Compute activations twice to keep fewer of them: auto, on, off.
+        Compute activations twice to keep fewer of them. Left out: auto.
     offload:
-        What lies in host memory instead of the GPU's: auto, none, anchor, moments (these and the anchor).
+        What lies in host memory instead of the GPU's; moments: these and the anchor. Left out: auto.
     compile_:
         Compile the losses with torch.compile: faster on GPUs after a minute or two.
     gpus:
         Train on several GPUs as one node: all, or their numbers, such as 0,1,3.
     ranks:
-        Processes of a trainer on the CPU.
+        Processes of a trainer on the CPU. Left out: 1.
     parallel:
         ddp: each rank holds the whole model; fsdp: each holds a part; auto: fsdp where that would not fit.
+        Left out: auto.
     nnodes:
         Machines of this one node; on the others run `p2pdiloco ranks`.
     rdzv:
         HOST:PORT on this machine, where the ranks of all machines meet.
     data_disk:
         Most that the run's data may take on disk, such as 20GB. A corpus that is larger is read in windows.
+        Left out: 64GiB.
     keep_deltas:
         Keep every delta on disk, so that `p2pdiloco verify` can start at version 0 here.
     stay:
@@ -212,7 +212,7 @@ def node(
     wandb:
         Send them to this project of Weights & Biases.
     log_level:
-        How much is logged.
+        How much is logged. Left out: info.
     """
     from p2pdiloco_node.daemon import run_node
 
@@ -263,7 +263,7 @@ def ranks(
 
 
 @app.command
-def status(*, url: str | None = None, json: bool = False) -> int:
+def status(*, url: str | None = None, json: Flag = False) -> int:
     """What the daemons on this machine are doing.
 
     Parameters
@@ -279,7 +279,7 @@ def status(*, url: str | None = None, json: bool = False) -> int:
 
 
 @app.command
-def verify(folder: Path, /, *, json: bool = False) -> int:
+def verify(folder: Path, /, *, json: Flag = False) -> int:
     """Replay a kept run: every signature, certificate, scalar and state root.
 
     Parameters
@@ -307,7 +307,7 @@ def simulate(
     plot: Path | None = None,
     markdown: Path | None = None,
     jobs: Whole = 0,
-    fresh: Annotated[bool, Parameter(negative_bool=())] = False,
+    fresh: Flag = False,
 ) -> int:
     """What would a run do with these nodes, links and failures? Without a file: the protocol's own checkers.
 
@@ -402,7 +402,7 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         result = app(list(arguments))
     except cyclopts.CycloptsError as error:
-        print(f"p2pdiloco: {slip_in_words(error, arguments)}", file=sys.stderr)
+        print(f"p2pdiloco: {slip(error, app, arguments)}", file=sys.stderr)
         return USAGE
     except P2PDiLoCoError as error:
         print(f"p2pdiloco: {error}", file=sys.stderr)
@@ -420,10 +420,5 @@ def run_command(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    sys.exit(run_command(sys.argv[1:]))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(sys.argv[1:]))

@@ -27,6 +27,7 @@ from p2pdiloco.ids import RunId
 PREFIX = "P2PDILOCO_"
 RESERVED = ("CONFIG", "LAB_COMPILE")  # P2PDILOCO_CONFIG names the file itself; lab/compiling.py
 LAB_COMPILE = f"{PREFIX}LAB_COMPILE"  # whether the lab compiles its inner step: 1, 0, auto
+LAB_COMPILE_WORDS = ("1", "0", "auto")
 WORDS_ALLOWED = {  # for people, instead of the patterns below
     "device": "give auto, cpu, cuda or cuda:N (N counts this machine's GPUs from 0)",
     "checkpointing": "give auto, on or off",
@@ -140,15 +141,10 @@ def load(
         if key not in fields:
             raise OperatorError(f"{file}: unknown key {key!r}{nearest(key, fields) or '.'}", FILES)
         raw[key], origins[key] = value, str(file)
-    known = _all_fields()
-    for variable in sorted(v for v in environment if v.startswith(PREFIX)):
-        key = variable.removeprefix(PREFIX).lower()
-        if key.upper() in RESERVED:
-            continue
-        if key not in known:
-            close = nearest(variable, [PREFIX + f.upper() for f in sorted(known)])
-            raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", FILES)
-        if key in fields:
+    check_variables(environment)
+    for key in fields:
+        variable = PREFIX + key.upper()
+        if variable in environment:
             if not is_utf8(environment[variable]):
                 raise OperatorError(f"{variable} is no UTF-8: {environment[variable]!r}.", FILES)
             raw[key], origins[key] = _split(kind, key, environment[variable]), variable
@@ -157,6 +153,29 @@ def load(
         if flag_value is not None:
             raw[key], origins[key] = flag_value, "--" + key.replace("_", "-")
     return Loaded(_convert(kind, raw, origins), origins)
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """For every command that reads one: those of another command are no slip. Raises: OperatorError."""
+    known = sorted(PREFIX + word for word in {*map(str.upper, _all_fields()), *RESERVED})
+    for variable in sorted(v for v in environment if v.startswith(PREFIX)):
+        if variable not in known:
+            close = nearest(variable.upper(), known)
+            raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", FILES)
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a process that is told by its flags alone."""
+    return {key: value for key, value in environment.items() if not key.startswith(PREFIX)}
+
+
+def lab_compile(environment: Mapping[str, str]) -> str:
+    """1, 0 or auto. Raises: OperatorError."""
+    check_variables(environment)
+    word = environment.get(LAB_COMPILE, "auto").lower()
+    if word not in LAB_COMPILE_WORDS:
+        raise OperatorError(f"{LAB_COMPILE}: {word[:80]!r} is not possible: give 1, 0 or auto.", FILES)
+    return word
 
 
 def is_utf8(text: str) -> bool:

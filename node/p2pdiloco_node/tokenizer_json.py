@@ -13,7 +13,6 @@ A node has less to fear: it only decodes what its model writes, so it gets the t
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +22,14 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES
 
-# The most of {n}, {n,}, {,n} and {n,m} in a pattern.
-REPEATED = re.compile(r"(?<!\\x)\{(?:[0-9]*,)?([0-9]+),?\}")
+# Pieces of a regular expression, as the library reads it. What opens a group in another way than here is in
+# doubt, and so is what may hide the sign behind it; flags with an x among them make comments possible.
+PIECES = re.compile(
+    r"(?P<doubt>\\[cCM]|\[\^?\])|(?P<one>\\x\{[0-9A-Fa-f]+\}|\\.|\[:\^?[a-z]+:\]|\(\?[ims-]+\))"
+    r"|(?P<open>\((?:\?(?:[:=!>]|<[=!]|<\w+>|[ims-]+:)|(?![?*])))|(?P<repeat>\{(?=,?[0-9])[0-9]*,?[0-9]*\})|.",
+    re.DOTALL,
+)
+NUMBER = re.compile("[0-9]+")
 
 Growth = Callable[[Mapping[str, Any]], int]
 """How many times longer a part may make any text, in bytes; raises TypeError, KeyError or ValueError."""
@@ -67,12 +72,43 @@ def _replacing(part: Mapping[str, Any]) -> int:
     if kind == "Regex":
         if len(pattern) > limits.tokenizer_pattern_chars_max:
             raise ValueError("its pattern is longer than any")
-        # One inside the other they multiply, and all of them are written out in memory.
-        if math.prod(max(1, int(n)) for n in REPEATED.findall(pattern)) > limits.tokenizer_repeats_max:
+        if _repeats(pattern) > limits.tokenizer_repeats_max:
             raise ValueError(f"its pattern repeats a part more than {limits.tokenizer_repeats_max} times")
         found = 0
     # An expression may match between any two letters, and so does an empty text.
     return max(1, -(-put // found)) if found else 1 + put
+
+
+def _repeats(pattern: str) -> int:
+    """Copies of a part that the library writes out in memory: repeats multiply, one inside the other.
+
+    Where it is in doubt what is inside what, all of them do.
+    """
+    groups, last, together, sets, clear = [1], 1, 1, 0, True
+    for piece in PIECES.finditer(pattern):
+        kind, text = piece.lastgroup, piece[0]
+        times = max(1, *map(int, NUMBER.findall(text))) if kind == "repeat" else 1
+        together *= times
+        if kind == "doubt" or (sets and text == "[" and pattern.startswith(":", piece.end())):
+            clear = False
+        elif text == "[":
+            sets, last = sets + 1, 1
+        elif sets:
+            sets -= text == "]"
+        elif kind == "repeat":  # of the last part, or of its repeats
+            last *= times
+            groups[-1] = max(groups[-1], last)
+        elif kind == "open" or text == "(":
+            clear = clear and kind == "open"
+            groups.append(1)
+        elif text == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] = max(groups[-1], last)
+        elif text == ")":
+            clear = False
+        elif text not in ("*", "+", "?"):
+            last = 1
+    return groups[0] if clear and len(groups) == 1 and not sets else together
 
 
 def _replacing_text(part: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from p2pdiloco.sim.machine import Machine
 from p2pdiloco.sim.stage import Stage
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import Ack, DeltaHeader, Entries, Proposal, Vote
+from p2pdiloco.words import count_of
 
 
 def alone(stage: Stage) -> None:
@@ -31,7 +32,9 @@ def alone_with_the_witness_away(stage: Stage) -> None:
     made = node.trainer.made
     stage.run(20 * stage.world.run.spec.inner.pass_s)
     if node.trainer.made - made > 2:
-        raise Violation("bound on solo work", f"{node.trainer.made - made} deltas without an entry")
+        raise Violation(
+            "bound on solo work", f"{count_of(node.trainer.made - made, 'delta')} without an entry"
+        )
     stage.world.witness.start()
     stage.versions(3, stage.failover_s + 6 * stage.round_s, "when the witness is back")
 

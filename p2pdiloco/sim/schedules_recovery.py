@@ -14,6 +14,7 @@ from p2pdiloco.sim.owner import Owner
 from p2pdiloco.sim.stage import Stage
 from p2pdiloco.wire.codec import decode
 from p2pdiloco.wire.log import Entry, open_body
+from p2pdiloco.words import count_of
 
 
 def _rescued(owner: Owner, among: list[Machine], seats: list[Machine] | None = None) -> Entry:
@@ -120,7 +121,10 @@ def two_epochs_alive(stage: Stage) -> None:
     before = old.index
     stage.versions(4, stage.failover_s + 6 * stage.round_s, "together")
     if old.index > before:
-        raise Violation("an ended epoch is over", f"{old.index - before} entries after all were told")
+        raise Violation(
+            "an ended epoch is over",
+            f"{count_of(old.index - before, 'entry', 'entries')} after all were told",
+        )
 
 
 def disjoint_committees_meet(stage: Stage) -> None:
@@ -207,7 +211,10 @@ def lone_voter_in_between(stage: Stage) -> None:
     owner.show(entry, [first])
     stage.run(6 * stage.round_s)
     if alone.index > before:
-        raise Violation("an ended epoch is over", f"{alone.index - before} entries by one who was told")
+        raise Violation(
+            "an ended epoch is over",
+            f"{count_of(alone.index - before, 'entry', 'entries')} by one who was told",
+        )
     stage.world.network.mend()
     _level(stage)
 
@@ -263,7 +270,7 @@ def crash_while_following(stage: Stage, step: int) -> None:
     stage.expect(30.0, "the branch dropped", lambda: bool(done))
     stage.run(5.0)
     if victim.up and step < 3:
-        raise Violation("expected", f"a crash {step} actions after the log was cut")
+        raise Violation("expected", f"a crash {count_of(step, 'action')} after the log was cut")
     victim.doom = None
     victim.start()
     _level(stage)

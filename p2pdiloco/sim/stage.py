@@ -16,6 +16,7 @@ from p2pdiloco.sim.tiny_run import Timings
 from p2pdiloco.sim.world import World
 from p2pdiloco.wire.log import Membership, open_body
 from p2pdiloco.wire.messages import Message, Proposal
+from p2pdiloco.words import count_of
 
 Watch = Callable[[Machine, Action], bool]
 
@@ -71,11 +72,17 @@ class Stage:
 
     def entries(self, more: int, within_s: float, what: str) -> float:
         goal = self.checkers.index + more
-        return self.expect(within_s, f"{more} more entries {what}", lambda: self.checkers.index >= goal)
+        return self.expect(
+            within_s,
+            f"{count_of(more, 'more entry', 'more entries')} {what}",
+            lambda: self.checkers.index >= goal,
+        )
 
     def versions(self, more: int, within_s: float, what: str) -> float:
         goal = self.checkers.version + more
-        return self.expect(within_s, f"{more} more versions {what}", lambda: self.checkers.version >= goal)
+        return self.expect(
+            within_s, f"{count_of(more, 'more version')} {what}", lambda: self.checkers.version >= goal
+        )
 
     def committee(self, size: int, within_s: float = 60.0) -> list[Machine]:
         """Wait until a committee of `size` governs and everybody up has applied it."""

@@ -21,6 +21,7 @@ from p2pdiloco.sim.machine import Machine
 from p2pdiloco.sim.owner import Owner
 from p2pdiloco.sim.tiny_run import Timings
 from p2pdiloco.sim.world import World
+from p2pdiloco.words import count_of
 
 SHORT_PASSES = 0.15  # share of seeds
 CARELESS = 0.15  # share of seeds in which the owner recovers a run that may live
@@ -180,7 +181,8 @@ class _Life:
         if world.checkers.index < before + HEALED_ENTRIES:
             raise Violation(
                 "the log goes on when faults stop",
-                f"{world.checkers.index - before} entries in {world.now - began:.0f} s, committee "
+                f"{count_of(world.checkers.index - before, 'entry', 'entries')} in "
+                f"{world.now - began:.0f} s, committee "
                 f"{self._names(world.checkers.committee.members)}, dead {self._names(sorted(dead))}",
             )
         self._ledger()
@@ -215,7 +217,8 @@ class _Life:
         lost = still()
         if lost:
             raise Violation(
-                "nothing acknowledged is lost", f"{len(lost)} deltas ({short(lost[0])}) after {bound:.0f} s"
+                "nothing acknowledged is lost",
+                f"{count_of(len(lost), 'delta')} ({short(lost[0])}) after {bound:.0f} s",
             )
 
     def _away(self) -> list[PeerId]:

@@ -55,7 +55,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(tmp_path: Path) ->
     _, err = process.communicate(timeout=20)
     assert time.monotonic() - began < 5
     assert process.returncode == 130
-    assert "1 of 2 runs are finished and kept" in err
+    assert "Finished and kept: 1 of 2 runs" in err
     assert "Traceback" not in err
     _, alive = psutil.wait_procs(children, timeout=3)
     assert alive == []

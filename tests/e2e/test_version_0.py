@@ -17,7 +17,7 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.training.arrays import Floats
 from p2pdiloco_node.training.model_choice import choose_model
-from p2pdiloco_node.training.version_0 import make_version_0
+from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
 pytestmark = pytest.mark.e2e
 
@@ -27,8 +27,12 @@ def made(
 ) -> tuple[ModelSpec, Floats]:
     choice = choose_model(model, seq_len=seq_len)
     with tempfile.TemporaryDirectory() as folder:
-        made = make_version_0(choice, seed, vocab_size=vocab_size, folder=Path(folder) / "version-0")
+        heard: list[str] = []
+        made = make_version_0(
+            choice, seed, vocab_size=vocab_size, folder=Path(folder) / "version-0", at=heard.append
+        )
         spec, params, _ = asyncio.run(made)
+        assert [*heard[:2], heard[-1]] == ["starting torch", "building it", "writing its params"]
         assert not list(Path(folder).iterdir())
     return spec, params
 
@@ -42,6 +46,14 @@ def test_a_preset_is_initialised_by_its_seed() -> None:
     again, other = made("llama:tiny", vocab_size=300, seq_len=48)[1], made("llama:tiny", seed=2)[1]
     assert np.array_equal(params, again)
     assert not np.array_equal(params[:1000], other[:1000])
+
+
+def test_its_size_is_known_before_it_is_tried() -> None:
+    def check(model: ModelSpec) -> None:
+        raise OperatorError(f"{model.params} are too many")
+
+    with pytest.raises(OperatorError, match=r"^\d+ are too many"):
+        asyncio.run(look_at_model(choose_model("llama:tiny"), vocab_size=256, check=check))
 
 
 def test_why_it_failed_is_one_sentence(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("p2pdiloco_node.demo.command",),
     ("p2pdiloco_node.commands.model", "p2pdiloco_node.commands.run", "p2pdiloco_node.commands.slips"),
     ("p2pdiloco_node.cli",),
+    ("p2pdiloco_node.__main__",),
 )
 
 INSTEAD = {

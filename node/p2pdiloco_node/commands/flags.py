@@ -31,5 +31,6 @@ ConfigFile = Annotated[Path | None, Parameter(name="--config", help="TOML file w
 Globs = Annotated[list[str] | None, Parameter(consume_multiple=True, negative_iterable=())]
 Words = Annotated[list[str] | None, Parameter(negative_iterable=())]
 Hidden = Annotated[bool | None, Parameter(show=False)]
-Flag = Annotated[bool, Parameter(negative_bool=())]
+# On or not there: a twin that turns it off is for what a variable or a file may have turned on.
+Flag = Annotated[bool, Parameter(negative_bool=(), show_default=False)]
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]  # anything, also what looks like a flag

@@ -58,7 +58,7 @@ def generate(
     top_p: float = 1.0,
     seed: Whole | None = None,
     device: str = "auto",
-    json: bool = False,
+    json: Flag = False,
 ) -> int:
     """Let a model go on with a text.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from p2pdiloco_node.commands.flags import ConfigFile, Globs, Whole
+from p2pdiloco_node.commands.flags import ConfigFile, Flag, Globs, Whole
 
 if TYPE_CHECKING:
     from p2pdiloco_node.owner.command import Reach
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 OwnerKey = Annotated[Path | None, Parameter(name="--owner-key")]
 Peers = Annotated[list[str] | None, Parameter(name="--peers", negative_iterable=())]
 Sets = Annotated[list[str] | None, Parameter(name="--set", negative_iterable=())]
-On = Annotated[bool, Parameter(negative_bool=())]
 Flags = dict[str, dict[str, object]]  # as the tables of a run file; None: not given
 
 
@@ -36,7 +35,7 @@ class Speaking:
     """HOST:PORT of nodes to ask when the tracker is away; may be given several times."""
     wait_s: float = 120.0
     """Seconds to wait until the committee has put it into the log."""
-    json: On = False
+    json: Flag = False
     """Print the result for programs."""
 
     def reach(self, run: str) -> Reach:
@@ -133,7 +132,7 @@ def new(
     figures: Figures = FIGURES,
     text_key: str | None = None,
     tokenizer: str | None = None,
-    eval_per_source: On | None = None,
+    eval_per_source: Flag | None = None,
     seed: Whole | None = None,
     jobs: Whole = 0,
     admission: Literal["open", "local"] | None = None,
@@ -192,7 +191,7 @@ def new(
     return print_made(figures.parts(config, set_, more), out, jobs, owner_key, expected.declared())
 
 
-def inspect(run: str, /, *, expected: Expected = EXPECTED, peers: Peers = None, json: On = False) -> int:
+def inspect(run: str, /, *, expected: Expected = EXPECTED, peers: Peers = None, json: Flag = False) -> int:
     """What a run fixes, in words with units, how far it is, and what a node needs for it.
 
     Parameters
@@ -232,7 +231,7 @@ def resume(run: str, /, *, owner: Speaking = SPEAKING) -> int:
     return _say("resume", run, owner)
 
 
-def extend(run: str, /, *, tokens: str, yes: On = False, owner: Speaking = SPEAKING) -> int:
+def extend(run: str, /, *, tokens: str, yes: Flag = False, owner: Speaking = SPEAKING) -> int:
     """Move the target: the run is over after so many tokens, and the learning rate ends there.
 
     Parameters
@@ -252,7 +251,7 @@ def extend(run: str, /, *, tokens: str, yes: On = False, owner: Speaking = SPEAK
     return print_word(owner.reach(run), wanted, as_json=owner.json, yes=yes)
 
 
-def finish(run: str, /, *, yes: On = False, owner: Speaking = SPEAKING) -> int:
+def finish(run: str, /, *, yes: Flag = False, owner: Speaking = SPEAKING) -> int:
     """End the run now: nodes keep the model. This cannot be taken back.
 
     Parameters
@@ -265,7 +264,7 @@ def finish(run: str, /, *, yes: On = False, owner: Speaking = SPEAKING) -> int:
     return _say("finish", run, owner, yes=yes)
 
 
-def revoke(run: str, peer: str, /, *, yes: On = False, owner: Speaking = SPEAKING) -> int:
+def revoke(run: str, peer: str, /, *, yes: Flag = False, owner: Speaking = SPEAKING) -> int:
     """Refuse a node's deltas from now on, and take its seat. This cannot be taken back.
 
     Parameters
@@ -288,8 +287,8 @@ def recover(
     /,
     *,
     seats: Annotated[list[str] | None, Parameter(negative_iterable=())] = None,
-    force: On = False,
-    yes: On = False,
+    force: Flag = False,
+    yes: Flag = False,
     owner: Speaking = SPEAKING,
 ) -> int:
     """Rescue a run whose committee lost its majority: those who are there go on without the others.
@@ -323,7 +322,7 @@ def fork(
     config: ConfigFile = None,
     owner_key: OwnerKey = None,
     expected: Expected = EXPECTED,
-    json: On = False,
+    json: Flag = False,
 ) -> int:
     """A new run from a certified version of another one, which it follows in everything that is left out.
 

@@ -1,4 +1,4 @@
-"""Slips at the command line, in one sentence: what was given, and what was most likely meant."""
+"""What a slip at the command line is called: one sentence, with what was most likely meant."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 import cyclopts
+from cyclopts import App
 
 from p2pdiloco_node.config import nearest
 
@@ -16,12 +17,17 @@ FREE_TEXT = ("--prompt", "--name")  # what comes behind is more of it, whatever 
 MISSPELT = re.compile(r"Did you mean (?P<flag>\S+) instead of (?P<word>[^\s?]+)")
 
 
-def slip_in_words(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
+def slip(error: cyclopts.CycloptsError, app: App, arguments: Sequence[str]) -> str:
     """One sentence; an unknown flag or command comes with the nearest match."""
     if isinstance(error, cyclopts.UnknownOptionError) and error.token is not None:
         word = error.token.keyword or str(error.token.value)
         flags = [n for a in (error.argument_collection or ()) for n in a.names if n.startswith("--")]
-        return f"there is no flag {word}{nearest(word, flags)} (see {_help(arguments)})"
+        return f"there is no flag {word}{nearest(word, [*flags, '--help'])} (see {_help(arguments)})"
+    if isinstance(error, cyclopts.UnknownCommandError) and error.unused_tokens:
+        word, group = error.unused_tokens[0], _at(app, error.command_chain)
+        what, known = ("flag", ["--help", "--version"]) if word.startswith("-") else ("command", list(group))
+        chain = " ".join(("p2pdiloco", *(error.command_chain or ())))
+        return f"there is no {what} {word}{nearest(word, known)} (see {chain} --help)"
     if isinstance(error, cyclopts.UnusedCliTokensError) and error.unused_tokens:
         word = error.unused_tokens[0]
         command = " ".join(error.command_chain or ())
@@ -34,14 +40,29 @@ def slip_in_words(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> st
         return f"there is no flag {word}; did you mean {slip['flag']!r}? (see {_help(arguments)})"
     if isinstance(error, cyclopts.MissingArgumentError) and error.argument is not None:
         command, lacking = " ".join(error.command_chain or ()), error.argument.names[0]
+        others = _lacking(_at(app, error.command_chain), arguments, lacking)
         if any(word.partition("=")[0] in error.argument.names for word in arguments):
             return f"{lacking} stands without a value (an unset variable?; see {_help(arguments)})"
         unknown = next((w for w in error.unused_tokens or () if w.startswith("--")), "")
         slip_too = f"there is no flag {unknown.split('=')[0]}, and " if unknown else ""
         alone = next((w for w in error.unused_tokens or () if not w.startswith("-")), "")
         meant = _meant(alone, command, arguments, lacking) if alone and not unknown else ""
-        return f"{slip_too}{command} needs {lacking}{meant} (see p2pdiloco {command} --help)"
+        needed = " and ".join(", ".join([lacking, *others]).rsplit(", ", 1))
+        return f"{slip_too}{command} needs {needed}{meant} (see p2pdiloco {command} --help)"
     return f"{text[:1].lower()}{text[1:]}" if text else "the command line was not understood; see --help"
+
+
+def _at(app: App, chain: Sequence[str] | None) -> App:
+    for word in chain or ():
+        app = app[word]
+    return app
+
+
+def _lacking(command: App, arguments: Sequence[str], first: str) -> list[str]:
+    """The other flags that a command needs: else they would be asked for one by one."""
+    given = {first, *(argument.partition("=")[0] for argument in arguments)}
+    needed = [a.names for a in command.assemble_argument_collection() if a.required]
+    return [names[0] for names in needed if names[0].startswith("--") and given.isdisjoint(names)]
 
 
 def _meant(word: str, command: str, arguments: Sequence[str], lacking: str) -> str:

@@ -39,7 +39,7 @@ from p2pdiloco_node.corpus.token_input import shard_tokens
 from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokenizer, parse_choice
 from p2pdiloco_node.corpus.work import Plan, Taken, Tokenised, Work
 from p2pdiloco_node.progress import BYTES as IN_BYTES
-from p2pdiloco_node.progress import Told, amount
+from p2pdiloco_node.progress import Quiet, Told, amount
 from p2pdiloco_node.run.folder import BLOBS, FETCHED, MAKING
 from p2pdiloco_node.storage.files import make_folder
 
@@ -76,6 +76,23 @@ def plan_data(request: Request) -> Planned:
     planned = Planned(*make_plan(request, parse_choice(request.tokenizer)))
     check_enough(planned.plan, request.seq_len)
     return planned
+
+
+def check_work(planned: Planned, out: Path, beside_bytes: int = 0) -> None:
+    """Whether `make_data` may begin: before anything else takes time. `beside_bytes`: as there.
+
+    Raises: OperatorError: another call makes a run in `out`, it holds the beginning of another run, or the
+        disk is too small.
+    """
+    work = Work(out / MAKING)
+    if work.root.is_dir():
+        with Taken(work):
+            pass
+    old = work.plan()
+    if old is None:
+        check_disk(planned.plan, out, Quiet(), beside_bytes)
+    else:
+        check_same(old, planned.plan, out)
 
 
 def make_data(

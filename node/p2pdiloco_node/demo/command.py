@@ -25,6 +25,7 @@ from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.log import Entry
 from p2pdiloco.wire.signing import verify_ed25519
+from p2pdiloco.words import count_of
 from p2pdiloco_node.daemon import TRAINER_NICE
 from p2pdiloco_node.demo.chaos import inject_faults
 from p2pdiloco_node.demo.summary import Fault, NodeFacts, Summary, facts_of_log, in_words, summarise
@@ -162,7 +163,7 @@ async def _make_run(options: Options, out: Path, owner: Path, view: View) -> tup
     versions = options.outer_steps or (OUTER_STEPS_CHAOS if options.chaos else OUTER_STEPS)
 
     async def tune(draft: Draft) -> RunSpec:
-        view.say(f"Starting {options.nodes} trainers to time an inner step with all of them at work ...")
+        view.say(f"Timing an inner step with {count_of(options.nodes, 'trainer')} at work at once ...")
         step_s = await time_inner_steps(
             draft.spec, draft.params, draft.shards, draft.folder, trainers=options.nodes, nice=TRAINER_NICE,
             on_ready=lambda n: view.say(

@@ -12,6 +12,7 @@ from p2pdiloco.ids import NO_DIGEST, Digest, PeerId
 from p2pdiloco.rules.evaluation import bits_per_byte
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.log import Committee, Entry, Membership, OuterStep, open_body
+from p2pdiloco.words import count_of
 
 STALE_ROUNDS = 0.5  # later than this counts as stale, as on the page
 BF16_BYTES = 2
@@ -158,7 +159,9 @@ def in_words(summary: Summary, *, names: Mapping[str, str], witness_entries: int
     """A few lines for people. `names`: PeerId in hex -> name."""
     s = summary
     rate = f"{s.tokens_per_s:,.0f} tokens/s"
-    lines = [f"{s.version} outer steps and {s.tokens:,} tokens in {s.seconds:.0f} s ({rate})"]
+    lines = [
+        f"{count_of(s.version, 'outer step')} and {count_of(s.tokens, 'token')} in {s.seconds:.0f} s ({rate})"
+    ]
     if s.eval_loss_first is not None and s.eval_loss_last is not None and s.bits_per_byte_last is not None:
         change = 100 * (1 - s.eval_loss_last / s.eval_loss_first) if s.eval_loss_first else 0.0
         first_bits = s.bits_per_byte_last * s.eval_loss_first / s.eval_loss_last if s.eval_loss_last else 0.0
@@ -170,9 +173,9 @@ def in_words(summary: Summary, *, names: Mapping[str, str], witness_entries: int
         lines.append("Held-out loss: no evaluation reached the tracker.")
     leaders = [names.get(p, p[:8]) for p in s.aggregators]
     if witness_entries:
-        leaders.append(f"the witness while it was alone ({_count(witness_entries, 'entry', 'entries')})")
+        leaders.append(f"the witness while it was alone ({count_of(witness_entries, 'entry', 'entries')})")
     lines.append(
-        f"{_count(s.terms, 'term')}, {_count(s.voters, 'seat')} in the committee; aggregated by "
+        f"{count_of(s.terms, 'term')}, {count_of(s.voters, 'seat')} in the committee; aggregated by "
         f"{', '.join(leaders)}"
     )
     refused = ", ".join(f"{n} {reason}" for reason, n in sorted(s.deltas.refused.items())) or "none"
@@ -199,10 +202,6 @@ def in_words(summary: Summary, *, names: Mapping[str, str], witness_entries: int
     else:
         lines.append(f"The nodes do NOT hold the same model: {s.state_digests}")
     return lines
-
-
-def _count(n: int, one: str, many: str = "") -> str:
-    return f"{n} {one if n == 1 else many or one + 's'}"
 
 
 def _seconds(value: float | None) -> str:

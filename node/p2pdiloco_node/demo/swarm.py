@@ -25,6 +25,7 @@ import msgspec
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import NO
+from p2pdiloco_node.config import without_settings
 from p2pdiloco_node.run.folder import ADDRESS
 from p2pdiloco_node.telemetry import NodeStatus
 
@@ -53,11 +54,12 @@ class Daemon:
     def start(self) -> None:
         """Start a life. The address of the one before is forgotten."""
         self.address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "p2pdiloco_node.cli", *self.arguments, "--die-with-parent"]
+        command = [sys.executable, "-m", "p2pdiloco_node", *self.arguments, "--die-with-parent"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=without_settings(os.environ),  # those of a real node on this machine are not the demo's
+            )  # fmt: skip
 
     @property
     def address_file(self) -> Path:

@@ -26,7 +26,7 @@ class View(Protocol):
         """One sentence."""
         ...
 
-    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
+    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "", doing: str = "") -> None:
         """While the run is made: what is going on, and how much of it is done, in a unit."""
         ...
 
@@ -56,8 +56,8 @@ class PlainView:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._began:5.1f} s] {text}", flush=True)
 
-    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:  # noqa: ARG002
-        # Lines do not show shares: the demo's corpus is small.
+    def progress(self, what: str, *_: object, **__: object) -> None:
+        # Lines do not show shares or parts: the demo's corpus and model are small.
         if what != self._what:
             self._what = what
             self.say(f"{what} ...")
@@ -90,8 +90,10 @@ class LiveView:
     def say(self, text: str) -> None:
         self._said = [*self._said, text][-SAID_KEPT:]
 
-    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
+    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "", doing: str = "") -> None:
         self._doing = f"{what} {done / total:.0%}" if unit and 0 < done < total else what
+        if doing:
+            self._doing = f"{what}: {doing}"
 
     def page(self, url: str) -> None:
         self._page = f"{url}/"

@@ -20,7 +20,9 @@ import msgspec
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.sim.lab.result import Result
+from p2pdiloco.words import count_of
 from p2pdiloco_node import __version__
+from p2pdiloco_node.config import lab_compile
 from p2pdiloco_node.lab import plots, tables
 from p2pdiloco_node.lab.cache import Cache, source_digest
 from p2pdiloco_node.lab.progress import StudyProgress
@@ -120,6 +122,7 @@ def _put_out(
 
 def _check(options: Options, study: Study, *, real: bool) -> None:
     """What would be a pity to find out after hours."""
+    lab_compile(os.environ)
     check_jobs(options.jobs)
     if options.plot is not None:
         plots.check_plot(options.plot, study)
@@ -183,7 +186,8 @@ def _run(study: Study, jobs: int, work: Work, cache: Cache) -> tuple[list[Result
     if found:
         whole = len(found) + len(tasks)
         print(
-            f"{len(found)} of {whole} runs are kept from earlier; --fresh runs them again.", file=sys.stderr
+            f"Kept from earlier: {len(found)} of {count_of(whole, 'run')}; --fresh runs them again.",
+            file=sys.stderr,
         )
     failures: list[Failure] = []
     names = [f"{t.experiment.name}, seed {t.seed}" for t in tasks]
@@ -210,9 +214,9 @@ def _run(study: Study, jobs: int, work: Work, cache: Cache) -> tuple[list[Result
                     failures.append(Failure(task.experiment.name, task.seed, said.reason, said.story))
     except KeyboardInterrupt:
         total = len(study.arms) * len(study.seeds)
-        how = f"and {len(found) - lost} of them kept" if lost else "and kept"
-        print(f"\nStopped. {len(found)} of {total} runs are finished {how}; the same command goes on from "
-              "there.", file=sys.stderr)  # fmt: skip
+        how = f", {len(found) - lost} kept" if lost else " and kept"
+        print(f"\nStopped. Finished{how}: {len(found)} of {count_of(total, 'run')}; the same command goes on "
+              "from there.", file=sys.stderr)  # fmt: skip
         raise
     ordered = [found[a.name, s] for a in study.arms for s in study.seeds if (a.name, s) in found]
     return ordered, failures

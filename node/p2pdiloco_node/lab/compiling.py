@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from p2pdiloco.sim.lab.experiment import Experiment, Model
-from p2pdiloco_node.config import LAB_COMPILE
+from p2pdiloco_node.config import lab_compile
 from p2pdiloco_node.lab import networks
 from p2pdiloco_node.training.models import tensor_layout
 from p2pdiloco_node.training.presets import VOCAB_BYTES
@@ -46,8 +46,8 @@ def compiled_for(experiment: Experiment, *, wanted: bool | None = None) -> Compi
 
 
 def _wanted(experiment: Experiment) -> bool:
-    switch = os.environ.get(LAB_COMPILE, "auto").lower()  # 1 always, 0 never, auto: by length
-    if switch in ("0", "1"):
+    switch = lab_compile(os.environ)  # 1 always, 0 never, auto: by length
+    if switch != "auto":
         return switch == "1"
     return experiment.target_tokens // experiment.tokens_per_step >= STEPS_MIN
 

@@ -11,6 +11,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from p2pdiloco.words import count_of
+
 LINE_EVERY_S = 20.0  # without a terminal
 
 
@@ -68,7 +70,7 @@ class StudyProgress:
     def words(self) -> str:
         """`3 of 12 runs done (2 from the cache), 1.4 an hour, 2.1 h to go`."""
         total = self._cached + len(self._names)
-        text = f"{self._cached + len(self._ended)} of {total} runs done"
+        text = f"{self._cached + len(self._ended)} of {count_of(total, 'run')} done"
         if self._cached:
             text += f" ({self._cached} from the cache)"
         spent, done = self._clock() - self._began, sum(self._shares)

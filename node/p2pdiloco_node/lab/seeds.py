@@ -28,6 +28,7 @@ from p2pdiloco.exit_codes import FILES, RESOURCES, USAGE
 from p2pdiloco.protocol.node import Node
 from p2pdiloco.sim.schedules import SCHEDULES, ScheduleReport, run_schedule
 from p2pdiloco.sim.swarm import SeedReport, run_seed
+from p2pdiloco.words import count_of
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -218,7 +219,12 @@ def print_simulation(seeds: str, *, json_file: str | None = None, jobs: int = 0)
 
     def told(done: int, bad: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{done} of {len(numbers)} seeds, {bad} violations", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r{done} of {count_of(len(numbers), 'seed')}, {count_of(bad, 'violation')}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     report = simulate_seeds(numbers, schedules=schedules, jobs=jobs, told=told)
     plain = json.dumps(as_plain(report))
@@ -242,21 +248,23 @@ def as_plain(report: SimulationReport) -> dict[str, object]:
 def in_words(report: SimulationReport) -> str:
     lines = [
         (
-            f"{report.seeds} seeds and {report.schedules} directed schedules in {report.wall_s:.0f} s: "
-            f"{report.entries} entries certified, {report.memberships} changes of committee, "
-            f"{report.starts} starts, {report.messages} messages."
+            f"{count_of(report.seeds, 'seed')} and {count_of(report.schedules, 'directed schedule')} in "
+            f"{report.wall_s:.0f} s: {count_of(report.entries, 'entry', 'entries')} certified, "
+            f"{count_of(report.memberships, 'change of committee', 'changes of committee')}, "
+            f"{count_of(report.starts, 'start')}, {count_of(report.messages, 'message')}."
         )
     ]
     if report.recovery_s_median == report.recovery_s_median:
         lines.append(
             f"After the faults the next entry came within {report.recovery_s_median:.1f} s (median), "
-            f"{report.recovery_s_99:.1f} s (99 %), simulated; in {report.late} seeds later than target R2."
+            f"{report.recovery_s_99:.1f} s (99 %), simulated; in "
+            f"{count_of(report.late, 'seed')} later than target R2."
         )
     if report.ok:
         return "\n".join([*lines, "No violation."])
     stories = [(r.name, r.violation, r.trace) for r in report.broken_schedules]
     stories += [(f"seed {r.seed}", r.violation, r.trace) for r in report.violations]
-    lines.append(f"{len(stories)} VIOLATIONS:")
+    lines.append(f"{count_of(len(stories), 'VIOLATION', 'VIOLATIONS')}:")
     for name, violation, trace in stories[:VIOLATIONS_SHOWN]:
         lines.append(f"\n{name}: {violation}")
         lines.extend(f"    {line[:160]}" for line in trace[-TRACE_SHOWN:])

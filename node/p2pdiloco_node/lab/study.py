@@ -27,6 +27,7 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.run_spec import outer_defaults
 from p2pdiloco.sim.lab.experiment import Data, Experiment, Inner, Model, Outer, Run, Swarm, check_experiment
+from p2pdiloco.words import count_of
 from p2pdiloco_node.config import nearest
 from p2pdiloco_node.lab.seeds import SEED_MAX, parse_seeds
 
@@ -152,7 +153,8 @@ def make_study(raw: Mapping[str, Any], *, where: str) -> Study:
     seeds = _seeds(raw.get("seeds", "1"), f"{where}: seeds")
     if len(arms) * len(seeds) > limits.lab_runs_max:
         raise OperatorError(
-            f"{where}: {len(arms)} arms with {len(seeds)} seeds are {len(arms) * len(seeds)} runs; "
+            f"{where}: {count_of(len(arms), 'arm')} with {count_of(len(seeds), 'seed')} make "
+            f"{len(arms) * len(seeds):,} runs; "
             f"{limits.lab_runs_max} are the most. Name fewer seeds.", FILES,
         )  # fmt: skip
     question = _text(raw.get("question", ""), "question", where, QUESTION_CHARS_MAX)

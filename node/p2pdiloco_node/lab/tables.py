@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from p2pdiloco.words import count_of
 from p2pdiloco_node.lab.report import SEEDS_FOR_A_CLAIM, ArmRow, GapRow, Spread, Summary
 from p2pdiloco_node.lab.study import Study
 
@@ -144,7 +145,7 @@ def _warnings(summary: Summary) -> str:
     said = ""
     reference = next(row for row in summary.arms if row.arm == summary.gaps[0].reference)
     if reference.diverged:
-        seeds = f"{reference.diverged} of {len(reference.seeds)} seeds"
+        seeds = f"{reference.diverged} of {count_of(len(reference.seeds), 'seed')}"
         said += f" {reference.arm} diverged with {seeds}: there is no gap to it."
     unfair = [f"{gap.arm} by up to {100 * (gap.trained - 1):+.1f} %" for gap in summary.gaps if _marked(gap)]
     if unfair:
@@ -163,7 +164,7 @@ def _gap_cells(gap: GapRow) -> tuple[str, ...]:
     if gap.hours_to_loss is not None:
         reached = f"{gap.hours_to_loss:.2f} x"
     else:
-        reached = f"by {gap.reached} of {len(gap.seeds)} seeds" if gap.reached else "not reached"
+        reached = f"by {gap.reached} of {count_of(len(gap.seeds), 'seed')}" if gap.reached else "not reached"
     if gap.loss is None or not math.isfinite(gap.loss.mean):
         loss = "diverged" if gap.loss is not None and gap.loss.mean > 0 else "-"
         return (gap.arm, str(len(gap.seeds)), loss, "-", "-", "-", f"{gap.hours:.2f} x", reached)
@@ -207,7 +208,7 @@ def _speed_table(summary: Summary) -> Table:
 def _claims(study: Study, summary: Summary) -> list[str]:
     few = max((len(row.seeds) for row in summary.arms), default=0)
     if study.learns and few < SEEDS_FOR_A_CLAIM:
-        seeds = "1 seed" if few == 1 else f"{few} seeds"
+        seeds = count_of(few, "seed")
         return [
             "",
             f"{seeds}: no claim about loss can be made; three or more can carry one (--seeds 1..3).",

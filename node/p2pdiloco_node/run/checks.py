@@ -27,6 +27,7 @@ from p2pdiloco.run_spec import (
     contradictory_timings,
 )
 from p2pdiloco.wire.codec import decode, encode
+from p2pdiloco.words import count_of
 from p2pdiloco_node.config import nearest
 from p2pdiloco_node.run.fields import faults
 from p2pdiloco_node.training.families import POSITIONS, open_config
@@ -156,15 +157,15 @@ def _targets(inner: InnerSpec, tokens: int, version: int, step_tokens: int) -> I
     in_a_pass = inner.inner_steps * step_tokens
     if version and version * step_tokens > tokens:
         yield (
-            f"the target of {version:,} outer steps cannot be reached: each merges an inner step at least, "
-            f"{step_tokens:,} tokens, and the run is over after {tokens:,}; raise --tokens to "
-            f"{version * in_a_pass:,} or lower --outer-steps."
+            f"the target of {count_of(version, 'outer step')} cannot be reached: each merges an inner "
+            f"step at least, {count_of(step_tokens, 'token')}, and the run is over after {tokens:,}; raise "
+            f"--tokens to {version * in_a_pass:,} or lower --outer-steps."
         )
     elif not version and tokens < in_a_pass:
         yield (
-            f"{tokens:,} tokens are less than one full round: a single pass has {inner.inner_steps:,} inner "
-            f"steps of {step_tokens:,} tokens, {in_a_pass:,} in all; raise --tokens, or lower --inner-steps "
-            "or --batch."
+            f"{tokens:,} tokens are less than one full round: a single pass has "
+            f"{count_of(inner.inner_steps, 'inner step')} of {count_of(step_tokens, 'token')}, {in_a_pass:,} "
+            "in all; raise --tokens, or lower --inner-steps or --batch."
         )
     if inner.warmup_tokens >= tokens:
         yield (
@@ -177,8 +178,9 @@ def _model(model: ModelSpec, outer: OuterSpec) -> Iterator[str]:
     positions = _positions(model)
     if positions is not None and model.seq_len > positions:
         yield (
-            f"sequences of {model.seq_len:,} tokens are longer than the {positions:,} positions of "
-            f"{model.preset or model.family}: lower --seq-len to {positions}."
+            f"sequences of {count_of(model.seq_len, 'token')} are longer than the "
+            f"{count_of(positions, 'position')} of {model.preset or model.family}: lower --seq-len to "
+            f"{positions}."
         )
     if is_sparse(outer.codec) and all(is_raw(outer.codec, t) for t in model.tensors):
         yield (
@@ -211,8 +213,8 @@ def _data(spec: RunSpec) -> Iterator[str]:
     for held_out in data.evaluations:
         if held_out.shard.tokens < needed:
             yield (
-                f"the evaluation set {held_out.name!r} has {held_out.shard.tokens:,} tokens, less than a "
-                f"sequence of {needed:,}: name more text with --data, lower --seq-len, or leave "
+                f"the evaluation set {held_out.name!r} has {count_of(held_out.shard.tokens, 'token')}, less "
+                f"than a sequence of {needed:,}: name more text with --data, lower --seq-len, or leave "
                 "--eval-per-source out."
             )
 
@@ -221,7 +223,7 @@ def _links(spec: RunSpec, declared: Declared) -> Iterator[tuple[str, str]]:
     """A pass shorter than its transfer: deltas would pile up for ever. What is so, and what to do."""
     t = traffic(spec, declared)
     ways = (
-        ("up", t.up_s, t.up_bytes, declared.up_mbit, f"to {t.voters} voters"),
+        ("up", t.up_s, t.up_bytes, declared.up_mbit, f"to {count_of(t.voters, 'voter')}"),
         ("down", t.down_s, t.down_bytes, declared.down_mbit, f"from {limits.planned_nodes - 1} others"),
     )
     for way, seconds, size, mbit, whom in ways:
@@ -241,7 +243,7 @@ def _memory(spec: RunSpec, declared: Declared) -> Iterator[tuple[str, str]]:
     plan = memory(spec, declared.memory_gb)
     if plan.missing:
         fact = (
-            f"{spec.model.preset or spec.model.family} with {spec.model.params:,} parameters needs "
+            f"{spec.model.preset or spec.model.family} with {count_of(spec.model.params, 'parameter')} needs "
             f"{amount(plan.gpu)} at least, and {declared.memory_gb:g} GiB are declared"
         )
         yield fact, "choose a smaller model or shorter sequences, or raise --memory-gb."

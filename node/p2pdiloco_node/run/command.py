@@ -18,9 +18,16 @@ TOKENS, EVAL_EVERY, SEED = 20_000_000, 8, 1  # where nobody says otherwise
 def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, declared: Declared) -> int:
     """Make the run and say how to serve it. Raises: OperatorError."""
     run, model, data = parts["run"], parts["model"], parts["data"]
-    for table, key in (("run", "name"), ("model", "model")):
-        if key not in parts[table]:
-            raise OperatorError(f"--{key} is missing: give it, or write {key} under [{table}].", USAGE)
+    lacking = [
+        (table, key) for table, key in (("run", "name"), ("model", "model")) if key not in parts[table]
+    ]
+    if lacking:
+        flags = " and ".join(f"--{key}" for _, key in lacking)
+        written = " and ".join(f"{key} under [{table}]" for table, key in lacking)
+        raise OperatorError(
+            f"run new needs {flags}: give {'them' if lacking[1:] else 'it'}, or write {written} in the "
+            "file of --config.", USAGE,
+        )  # fmt: skip
     others = ("trust_tokens", "bootstrap_tokens", "evaluators_max")
     with shown() as told:
         made = asyncio.run(

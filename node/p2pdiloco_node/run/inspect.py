@@ -154,9 +154,12 @@ def _model(spec: RunSpec) -> list[Row]:
     model = spec.model
     return [
         ("family", f"{model.family} ({model.preset})"),
-        ("parameters", f"{model.params:,} in {len(model.tensors):,} tensors, {amount(4 * model.params)}"),
+        (
+            "parameters",
+            f"{model.params:,} in {count_of(len(model.tensors), 'tensor')}, {amount(4 * model.params)}",
+        ),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
-        ("sequences", f"{model.seq_len:,} tokens"),
+        ("sequences", count_of(model.seq_len, "token")),
         ("made with", model.made_with or "unknown releases"),
         ("config", model.config.decode("utf-8", "replace")),
     ]
@@ -188,10 +191,10 @@ def _inner(spec: RunSpec) -> list[Row]:
     inner, step = spec.inner, spec.tokens_per_inner_step
     return [
         ("a pass", f"{count_of(inner.inner_steps, 'inner step')} (H), or {inner.pass_s:g} s"),
-        ("an inner step", f"{count_of(inner.sequences_per_step, 'sequence')}, {step:,} tokens"),
-        ("a full pass", f"{inner.inner_steps * step:,} tokens of one node"),
+        ("an inner step", f"{count_of(inner.sequences_per_step, 'sequence')}, {count_of(step, 'token')}"),
+        ("a full pass", f"{count_of(inner.inner_steps * step, 'token')} of one node"),
         ("learning rate", f"{inner.lr:g}, down to {inner.lr_min_share:g} of it at the target"),
-        ("warm-up", f"{inner.warmup_tokens:,} tokens of the run"),
+        ("warm-up", f"{count_of(inner.warmup_tokens, 'token')} of the run"),
         ("after joining", f"{count_of(inner.moments_warmup_steps, 'step')} until AdamW's moments are warm"),
         ("AdamW", f"beta {inner.beta1:g} and {inner.beta2:g}, weight decay {inner.weight_decay:g}"),
         ("gradients", f"clipped to norm {inner.clip_norm:g}"),
@@ -207,8 +210,8 @@ def _outer(spec: RunSpec) -> list[Row]:
         ("momentum (mu)", f"{outer.mu:g}"),
         ("step (eta)", f"{outer.eta_alone:g} alone, {outer.eta_eight:g} with eight nodes"),
         ("staleness", f"{outer.decay} decay of weights, lambda {outer.lambda_:g}"),
-        ("too late", f"after {outer.staleness_max} rounds on the token clock"),
-        ("closes", f"by {outer.policy}, after {outer.deadline_passes:g} passes at the latest"),
+        ("too late", f"after {count_of(outer.staleness_max, 'round')} on the token clock"),
+        ("closes", f"by {outer.policy}, after {outer.deadline_passes:g} times a pass at the latest"),
         ("fragments", f"{outer.fragments}"),
     ]
 
@@ -235,14 +238,15 @@ def _seats(size: int) -> str:
 
 
 def _targets(spec: RunSpec) -> list[Row]:
-    version = f"or {spec.target_version:,} outer steps" if spec.target_version else "no limit of outer steps"
+    steps = count_of(spec.target_version, "outer step")
+    version = f"or {steps}" if spec.target_version else "no limit of outer steps"
     versions = count_of(spec.eval_every, "version")
     rows = [
-        ("the run is over after", f"{spec.target_tokens:,} tokens, {version}"),
+        ("the run is over after", f"{count_of(spec.target_tokens, 'token')}, {version}"),
         ("evaluation", f"every {versions}, by {count_of(spec.evaluators_max, 'node')} at most"),
     ]
     if spec.samples.prompts:
-        rows.append(("samples", f"{spec.samples.tokens} tokens after each prompt"))
+        rows.append(("samples", f"{count_of(spec.samples.tokens, 'token')} after each prompt"))
         rows += [("", repr(prompt)) for prompt in spec.samples.prompts]
     else:
         rows.append(("samples", "none"))
@@ -284,7 +288,7 @@ def _now(spec: RunSpec, now: Now) -> list[Row]:
         content = log.content(index)
         if isinstance(content, OwnerEntry) and content.word.owner_sequence:
             word = content.word
-            what = f" {word.value:,} tokens" if word.kind == "extend" else ""
+            what = f" {count_of(word.value, 'token')}" if word.kind == "extend" else ""
             what = f" {name(word.peer)}" if word.kind == "revoke" else what
             rows.append(("the owner said", f"{word.kind}{what} (entry {index}, word {word.owner_sequence})"))
     return rows

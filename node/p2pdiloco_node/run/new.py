@@ -52,7 +52,7 @@ from p2pdiloco.run_spec import (
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.log import Committee
 from p2pdiloco.words import count_of
-from p2pdiloco_node.corpus.making import Planned, Request, forget_work, make_data, plan_data
+from p2pdiloco_node.corpus.making import Planned, Request, check_work, forget_work, make_data, plan_data
 from p2pdiloco_node.corpus.token_input import token_bytes_for
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
 from p2pdiloco_node.corpus.work import Taken, Work
@@ -167,12 +167,21 @@ async def _create_run(
     planned = await asyncio.to_thread(plan_data, request)
     params = 0
     known: tuple[str, ...] = ()
+    check_work(planned, out)
+
+    def check_model(model: ModelSpec) -> None:
+        check_draft(order, choice, loops, model, declared)
+        check_work(planned, out, VERSION_0_BYTES * model.params)
+
     if tune is None:
-        told.progress("Looking at the model", 0.0)
-        model, known = await look_at_model(choice, vocab_size=planned.plan.vocab_size)
+        model, known = await look_at_model(
+            choice,
+            vocab_size=planned.plan.vocab_size,
+            check=check_model,
+            at=lambda doing: told.progress("Looking at the model", 0.0, doing=doing),
+        )
         for note in known:
             told.say(note)
-        check_draft(order, choice, loops, model, declared)
         params = model.params
     shards = await make_data_for(request, out, told, planned=planned, beside_bytes=VERSION_0_BYTES * params)
     shards = _windowed(shards, order)
@@ -192,13 +201,17 @@ async def _create_run(
     check_folder(out)
     with Taken(Work(out / MAKING)):
         check_folder(out)
-        told.progress("Making version 0", 0.0)
+
+        def at(doing: str) -> None:
+            told.progress("Making version 0", 0.0, doing=doing)
+
         spec_model, params_0, notes = await make_version_0(
             choice,
             secrets.randbits(62) if order.seed is None else order.seed,
             vocab_size=shards.tokenizer.vocab_size,
             folder=out / MAKING / VERSION_0,
             tried=tune is None,
+            at=at,
         )
         for note in notes:
             if note not in known:
@@ -209,6 +222,7 @@ async def _create_run(
             lambda digest: (out / BLOBS / digest.hex()).read_bytes(),
             loops.samples.prompts,
         )
+        at("writing its blobs")
         genesis = await asyncio.to_thread(_write_genesis, params_0, put)
         seats = Committee(witness.peer_id, ())
         spec = _spec(order, choice, loops, spec_model, shards, genesis, owner.public_key, seats, encoded)

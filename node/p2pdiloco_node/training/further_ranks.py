@@ -13,6 +13,7 @@ from pathlib import Path
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import RESOURCES, USAGE
+from p2pdiloco.words import count_of
 from p2pdiloco_node.config import NodeConfig
 from p2pdiloco_node.training.machine import gpus as gpus_here
 from p2pdiloco_node.training.ranks import find_ranks
@@ -38,8 +39,8 @@ def run_ranks(settings: NodeConfig, *, node_rank: int, nice: int, scratch: Scrat
         raise OperatorError("--nnodes is 2 or more: the node's own machine and this one.", USAGE)
     if not 1 <= node_rank < nnodes:
         raise OperatorError(
-            f"--node-rank {node_rank} of {nnodes} machines: the node's own is 0, the others are 1 to "
-            f"{nnodes - 1}.", USAGE,
+            f"--node-rank {node_rank} of {count_of(nnodes, 'machine')}: the node's own is 0, the others are "
+            f"1 to {nnodes - 1}.", USAGE,
         )  # fmt: skip
     if not 0 <= nice <= limits.nice_max:
         raise OperatorError(f"--nice is 0 to {limits.nice_max}.", USAGE)

@@ -7,6 +7,7 @@ losses are those that nodes train, evaluate and continue texts with.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -39,8 +40,12 @@ def check_room(spec: ModelSpec, free: int) -> None:
         )
 
 
-def try_model(model: Any, spec: ModelSpec, free: int) -> list[str]:
+def try_model(
+    model: Any, spec: ModelSpec, free: int, at: Callable[[str], None] = lambda _: None
+) -> list[str]:
     """What the owner should know. `model`: becomes float32. `free`: bytes of RAM beside it.
+
+    `at` hears what is going on: with a large model all this takes minutes.
 
     Raises: OperatorError: it cannot compute, or what it computes is not finite.
     """
@@ -52,7 +57,7 @@ def try_model(model: Any, spec: ModelSpec, free: int) -> list[str]:
         said = f"one short sequence takes {amount(needed)} of RAM beside it, where {amount(free)} is free"
         return [f"Whether this model can be trained was not tried: {said}."]
     try:
-        loss, norm, still = _passes(model.float(), short)
+        loss, norm, still = _passes(model.float(), short, at)
     except MemoryError:
         raise
     except Exception as error:  # model classes raise what they like
@@ -79,18 +84,21 @@ def try_model(model: Any, spec: ModelSpec, free: int) -> list[str]:
     return []
 
 
-def _passes(model: Any, spec: ModelSpec) -> tuple[float, float, list[str]]:
+def _passes(model: Any, spec: ModelSpec, at: Callable[[str], None]) -> tuple[float, float, list[str]]:
     """Mean loss in nats, norm of its gradient, and names of params that have no part in it."""
     losses = CausalLoss(model, bf16=False).train()
     # From the last token down: the vocabulary's end is where an embedding is too small.
     tokens = torch.arange(spec.vocab_size - 1, spec.vocab_size - 2 - spec.seq_len, -1) % spec.vocab_size
+    at("forward pass")
     found = losses(tokens[None])
     loss = found.cross_entropy / spec.seq_len + losses.balance_weight * found.balance
+    at("backward pass")
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     # Experts to which no token went have a gradient of zeros: a mixture's are one tensor.
     still = [name for name, gradient in gradients.items() if gradient is None]
     norm = math.hypot(*(float(torch.linalg.vector_norm(g)) for g in gradients.values() if g is not None))
+    at("evaluating and sampling")
     with torch.no_grad():  # as nodes evaluate, and write samples
         losses.eval()
         losses(tokens[None])

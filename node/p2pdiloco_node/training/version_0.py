@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,11 +24,22 @@ from p2pdiloco_node.training.supervisor import trainer_environment
 GENESIS = (sys.executable, "-P", "-m", "p2pdiloco_node.training.genesis")
 KNOWN_WHY = 64  # genesis ends with this and an exit code: its last line is a sentence for people
 KNOWN = range(KNOWN_WHY + NO, KNOWN_WHY + RESOURCES + 1)  # Python itself ends with others, such as 120
+DOING = "p2pdiloco is at: "  # begins a line of genesis that says what goes on, and no more
+HEARD_BYTES = 1 << 16  # read at once of what it says, and most that is kept of a line
+LENGTH_BYTES = 4  # in front of its first answer
 HINTS = {  # by what the last line says
     "No module named": "pip install 'p2pdiloco[node]'",
     "No space left": "make room on the disk, or choose a folder on another disk with --out",
     "quota exceeded": "make room in your disk quota, or choose a folder on another disk with --out",
 }
+
+
+At = Callable[[str], None]
+Check = Callable[[ModelSpec], None]
+
+
+def unheard(_: str) -> None:
+    """Nobody listens."""
 
 
 class GenesisOrder(Struct, frozen=True):
@@ -52,22 +64,27 @@ class GenesisMade(Struct, frozen=True):
     made_with: str  # releases of its libraries
 
 
-async def look_at_model(choice: ModelChoice, *, vocab_size: int) -> tuple[ModelSpec, tuple[str, ...]]:
+async def look_at_model(
+    choice: ModelChoice, *, vocab_size: int, check: Check, at: At = unheard
+) -> tuple[ModelSpec, tuple[str, ...]]:
     """The RunSpec's model, without params, and what the owner should know: before anything is made.
+
+    `check` refuses it by its size, before it is made and tried, which may take minutes. `at` hears what goes
+    on.
 
     Raises: OperatorError: it cannot be made or computed with, or its checkpoint cannot be read.
     """
-    made = await _made(choice, 0, vocab_size, "", tried=False)
+    made = await _made(choice, 0, vocab_size, "", at, tried=False, check=check)
     return _spec(choice, vocab_size, made), made.notes
 
 
 async def make_version_0(
-    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path, tried: bool = False
+    choice: ModelChoice, seed: int, *, vocab_size: int, folder: Path, tried: bool = False, at: At = unheard
 ) -> tuple[ModelSpec, Floats, tuple[str, ...]]:
     """The RunSpec's model, its params (params,) and what the owner should know.
 
     `vocab_size`: of the tokenizer. `folder`: of the params for a moment; what a killed call left there goes.
-    `tried`: `look_at_model` has let it compute.
+    `tried`: `look_at_model` has let it compute. `at` hears what is going on.
 
     Raises: OperatorError: it failed; says why.
     """
@@ -78,7 +95,7 @@ async def make_version_0(
         raise OperatorError(f"{folder} cannot be made: {error.strerror}.", RESOURCES) from None
     try:
         path = folder / "params.f32"
-        made = await _made(choice, seed, vocab_size, str(path), tried=tried)
+        made = await _made(choice, seed, vocab_size, str(path), at, tried=tried)
         spec = _spec(choice, vocab_size, made)
         return spec, await asyncio.to_thread(read_array, path, spec.params), made.notes
     finally:
@@ -86,7 +103,8 @@ async def make_version_0(
 
 
 async def _made(
-    choice: ModelChoice, seed: int, vocab_size: int, params: str, *, tried: bool
+    choice: ModelChoice, seed: int, vocab_size: int, params: str, at: At, *, tried: bool,
+    check: Check | None = None,
 ) -> GenesisMade:  # fmt: skip
     order = GenesisOrder(
         family=choice.family,
@@ -98,7 +116,16 @@ async def _made(
         params=params,
         tried=tried,
     )
-    return decode(await _run(encode(order)), GenesisMade, bytes_max=limits.run_spec_bytes_max)
+
+    def laid_out(answer: bytes) -> None:
+        if check is not None:
+            check(_spec(choice, vocab_size, _opened(answer)))
+
+    return _opened(await _run(encode(order), at, laid_out))
+
+
+def _opened(answer: bytes) -> GenesisMade:
+    return decode(answer, GenesisMade, bytes_max=limits.run_spec_bytes_max)
 
 
 def _spec(choice: ModelChoice, vocab_size: int, made: GenesisMade) -> ModelSpec:
@@ -113,7 +140,8 @@ def _spec(choice: ModelChoice, vocab_size: int, made: GenesisMade) -> ModelSpec:
     )
 
 
-async def _run(order: bytes) -> bytes:
+async def _run(order: bytes, at: At, laid_out: Callable[[bytes], None]) -> bytes:
+    at("starting torch")
     process = await asyncio.create_subprocess_exec(
         *GENESIS,
         stdin=asyncio.subprocess.PIPE,
@@ -121,17 +149,46 @@ async def _run(order: bytes) -> bytes:
         stderr=asyncio.subprocess.PIPE,
         env=trainer_environment(1),
     )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # noqa: PT018
     try:
-        made, said = await process.communicate(order)
+        process.stdin.write(order)
+        process.stdin.close()
+        made, last = await asyncio.gather(_answer(process.stdout, laid_out), last_words(process.stderr, at))
+        code = await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode == 0:
+    if code == 0:
         return made
-    last = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-    code = process.returncode or 0
     if code in KNOWN:
         raise OperatorError(f"version 0 is not made: {last[:1000]}", code - KNOWN_WHY)
     hint = next((hint for sign, hint in HINTS.items() if sign in last), "free memory, try again")
     raise OperatorError(f"version 0 could not be made ({last[:300]}): {hint}.", RESOURCES)
+
+
+async def _answer(said: asyncio.StreamReader, laid_out: Callable[[bytes], None]) -> bytes:
+    try:
+        first = await said.readexactly(int.from_bytes(await said.readexactly(LENGTH_BYTES), "big"))
+    except asyncio.IncompleteReadError:
+        return b""  # it failed: its last words say why
+    laid_out(first)
+    return await said.read()
+
+
+async def last_words(said: asyncio.StreamReader, at: At) -> str:
+    """The last line for people; those of what goes on are told meanwhile."""
+    rest, last, doing = b"", "", ""
+    while True:
+        chunk = await said.read(HEARD_BYTES)
+        *lines, rest = (rest + (chunk or b"\n")).split(b"\n")
+        rest = rest[-HEARD_BYTES:]
+        for line in lines:
+            text = line.decode(errors="replace").strip()
+            if text.startswith(DOING):
+                doing = text.removeprefix(DOING)
+                at(doing)
+            else:
+                last = text or last
+        if not chunk:
+            return last or f"it said nothing, at: {doing}"

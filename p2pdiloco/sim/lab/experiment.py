@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
+from p2pdiloco.words import count_of
 
 YEAR_S = 31_536_000
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -255,8 +256,8 @@ def _model_slips(e: Experiment) -> Iterator[str]:
         tensors = (shape.params >= 128) + (shape.params % 128 > 0)  # engine.py: a matrix and the rest
     if tensors is not None and e.outer.fragments > tensors:
         yield (
-            f"outer.fragments is {e.outer.fragments} and the model has {tensors} tensors, which are never "
-            f"cut: set outer.fragments to {tensors} or less."
+            f"outer.fragments is {e.outer.fragments} and the model has {count_of(tensors, 'tensor')}, never "
+            f"to be cut: set outer.fragments to {tensors} or less."
         )
     if shape.kind == "none":
         return

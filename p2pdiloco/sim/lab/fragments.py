@@ -15,6 +15,7 @@ from p2pdiloco.diloco.layout import Array
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.run_spec import TensorSpec
+from p2pdiloco.words import count_of
 
 
 class Fragment(NamedTuple):
@@ -40,8 +41,8 @@ def fragments_of(tensors: Sequence[TensorSpec], count: int) -> list[Fragment]:
     """
     if count > len(tensors):
         raise OperatorError(
-            f"outer.fragments is {count} and the model has {len(tensors)} tensors, which are never cut: set "
-            f"outer.fragments to {len(tensors)} or less.",
+            f"outer.fragments is {count} and the model has {count_of(len(tensors), 'tensor')}, never to be "
+            f"cut: set outer.fragments to {len(tensors)} or less.",
             exit_code=USAGE,
         )
     held: list[list[int]] = [[] for _ in range(count)]

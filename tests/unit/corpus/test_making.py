@@ -20,7 +20,7 @@ from p2pdiloco.run_spec import BlobRef, DataSpec
 from p2pdiloco.wire.frames import open_frame
 from p2pdiloco_node.corpus import making, packing, readers, reading, streams, tokenising
 from p2pdiloco_node.corpus.held_out import HeldSet, Split
-from p2pdiloco_node.corpus.making import Request, forget_work, make_data
+from p2pdiloco_node.corpus.making import Request, check_work, forget_work, make_data, plan_data
 from p2pdiloco_node.corpus.processes import Stopped
 from p2pdiloco_node.corpus.readers import Batch, Format, Part, read_part
 from p2pdiloco_node.corpus.sources import Input
@@ -43,7 +43,9 @@ class Said(Quiet):
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def progress(self, what: str, done: float, total: float = 1.0, unit: str = "") -> None:
+    def progress(
+        self, what: str, done: float, total: float = 1.0, unit: str = "", doing: str = ""
+    ) -> None:  # fmt: skip
         self.steps.append((what, done, total, unit))
         self._left -= what == self._what
         if self._stop is not None and self._left == 0:
@@ -270,7 +272,10 @@ def test_another_command_in_the_same_folder_is_refused(folder: Path, tmp_path: P
             OperatorError, match=f"beginning of another run, with .*{flag}|with {flag}|--data"
         ):
             make_data(other, out, Quiet())
+        with pytest.raises(OperatorError, match="beginning of another run"):
+            check_work(plan_data(other), out)
     (folder / "more.txt").unlink()
+    check_work(plan_data(request), out)
     (folder / "long.txt").write_text(text(1))
     with pytest.raises(
         OperatorError, match=r"the input has changed since .* was begun \(.*long\.txt, 1 file in all"
@@ -286,6 +291,19 @@ def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
         pytest.raises(OperatorError, match="Another p2pdiloco makes a run"),
     ):
         make_data(Request([str(folder)]), tmp_path / "out", Quiet())
+    with (
+        Taken(Work(tmp_path / "out/making")),
+        pytest.raises(OperatorError, match="Another p2pdiloco makes a run"),
+    ):
+        check_work(plan_data(Request([str(folder)])), tmp_path / "out")
+
+
+def test_what_stands_in_the_way_is_seen_without_a_trace(folder: Path, tmp_path: Path) -> None:
+    planned = plan_data(Request([str(folder)]))
+    check_work(planned, tmp_path / "out")
+    with pytest.raises(OperatorError, match="making the run needs about"):
+        check_work(planned, tmp_path / "out", beside_bytes=1 << 60)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_that_came_while_the_disk_was_looked_at_is_not_written_over(

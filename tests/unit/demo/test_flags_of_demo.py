@@ -14,8 +14,8 @@ import pytest
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.cli import run_command
-from p2pdiloco_node.demo.command import Options
 from p2pdiloco_node.demo import command as module
+from p2pdiloco_node.demo.command import Options
 from p2pdiloco_node.demo.view import LiveView, PlainView, make_view
 from p2pdiloco_node.run.folder import MAKING
 from p2pdiloco_node.training import version_0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from p2pdiloco.ids import Digest, PeerId, RunId
 from p2pdiloco_node.demo.swarm import Daemon
@@ -37,6 +38,17 @@ def test_pauses_during_the_own_fault_do_not_count() -> None:
     assert node.gap_s == 1.5
     node.learnt(status_with((130.0, 1.5), (140.0, 1.7)))
     assert node.gap_s == 1.7
+
+
+def test_a_real_node_s_settings_are_not_the_demo_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With P2PDILOCO_STAY it had never ended."""
+    monkeypatch.setenv("P2PDILOCO_JOIN", "ftp://elsewhere")
+    monkeypatch.setenv("P2PDILOCO_SLIP", "1")
+    node = Daemon("n", ["node", "--data-dir", str(tmp_path / "n")], tmp_path / "n", tmp_path / "log")
+    node.start()
+    assert node.process is not None
+    assert node.process.wait(60) == 2
+    assert "No tracker is named" in (tmp_path / "log").read_text()
 
 
 def test_sums_go_on_over_a_killed_life() -> None:

@@ -41,6 +41,22 @@ def test_a_study_is_run_printed_kept_and_drawn(
     assert "| barrier | 3 |" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ("P2PDILOCO_LAB_COMPLIE", "P2PDILOCO_LAB_COMPLIE; did you mean 'P2PDILOCO_LAB_COMPILE'?"),
+        ("P2PDILOCO_LAB_COMPILE", "P2PDILOCO_LAB_COMPILE: 'yes' is not possible: give 1, 0 or auto."),
+    ],
+)
+def test_a_slip_in_a_variable_is_refused(
+    two_arms: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    variable: str, sentence: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv(variable, "yes")
+    assert run_command(["simulate", str(two_arms)]) == 3
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_second_time_comes_from_the_cache(
     two_arms: Path, tmp_path: Path, fake: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,7 +64,7 @@ def test_the_second_time_comes_from_the_cache(
     cache = Cache(tmp_path / "cache")
     first = (simulate_study(options, work=fake.pid, cache=cache), capsys.readouterr().out)
     again = (simulate_study(options, work=fake.pid, cache=cache), *capsys.readouterr())
-    assert "6 of 6 runs are kept from earlier" in again[2]
+    assert "Kept from earlier: 6 of 6 runs;" in again[2]
     assert json.loads(first[1])["results"] == json.loads(again[1])["results"]
     fresh = Cache(tmp_path / "cache", fresh=True)
     simulate_study(options, work=fake.pid, cache=fresh)
@@ -204,4 +220,4 @@ def test_what_is_not_kept_is_said_once_and_not_counted(
     said = capsys.readouterr().err
     assert said.count("finished runs cannot be kept") == 1
     assert "Not a directory" in said
-    assert "2 of 6 runs are finished and 0 of them kept" in said
+    assert "Finished, 0 kept: 2 of 6 runs;" in said

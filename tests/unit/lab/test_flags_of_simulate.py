@@ -65,8 +65,8 @@ def test_what_is_run(bench: Bench) -> None:
 
 def test_fresh_runs_again_what_is_kept(bench: Bench) -> None:
     bench.said()
-    assert "6 of 6 runs are kept from earlier" in bench.said()[1]
-    assert "kept from earlier" not in bench.said("--fresh")[1]
+    assert "Kept from earlier: 6 of 6 runs;" in bench.said()[1]
+    assert "Kept from earlier" not in bench.said("--fresh")[1]
 
 
 def test_jobs_are_processes(bench: Bench) -> None:

@@ -259,6 +259,10 @@ def test_sizes_for_people(number: float, said: str) -> None:
     assert size(number) == said
 
 
+def test_one_run_is_one() -> None:
+    assert StudyProgress(["a"], 0, clock=lambda: 0.0).words() == "0 of 1 run done"
+
+
 def test_progress_counts_runs_of_now_for_its_rate() -> None:
     now = [0.0]
     progress = StudyProgress(["a", "b", "c", "d"], 2, clock=lambda: now[0])

@@ -10,7 +10,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.protocol import node as node_module
 from p2pdiloco.protocol.election import Election
-from p2pdiloco_node.lab.seeds import parse_seeds, print_simulation, simulate_seeds
+from p2pdiloco_node.lab.seeds import in_words, parse_seeds, print_simulation, simulate_seeds
 
 
 class NeverLeads(Election):
@@ -40,8 +40,19 @@ def test_other_seeds_are_refused_with_a_way_out(text: str) -> None:
 def test_a_clean_seed_says_so_and_exits_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_simulation("5") == 0
     said = capsys.readouterr().out
-    assert said.startswith("1 seeds and 0 directed schedules")
+    assert said.startswith("1 seed and 0 directed schedules")
     assert said.endswith("No violation.\n")
+
+
+def test_one_of_a_thing_is_one() -> None:
+    report = simulate_seeds([5])._replace(
+        schedules=1, entries=1, memberships=1, starts=1, messages=1, late=1, wall_s=2.0
+    )
+    said = in_words(report)
+    assert said.startswith(
+        "1 seed and 1 directed schedule in 2 s: 1 entry certified, 1 change of committee, 1 start, 1 message."
+    )
+    assert "in 1 seed later than target R2" in said
 
 
 def test_a_violated_seed_is_named_with_how_to_see_it_again(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.cli import node, run_command, tracker
+from p2pdiloco_node.config import NodeConfig, TrackerConfig, in_a_line
 from p2pdiloco_node.demo.command import STEPS_MIN, steps_of_a_pass
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_misspelt_flag_that_is_needed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -15,6 +23,29 @@ def test_a_misspelt_flag_that_is_needed_is_named(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == (
         "p2pdiloco: there is no flag --nme; did you mean '--name'? (see p2pdiloco run new --help)\n"
     )
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[3]:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, CtrlC())
+from importlib.metadata import EntryPoint
+EntryPoint(sys.argv[1], sys.argv[2], "console_scripts").load()()
+"""
+
+
+@pytest.mark.parametrize("module", ["msgspec", "cyclopts"])
+def test_ctrl_c_while_python_imports_is_no_traceback(module: str) -> None:
+    """The first third of a second of every command."""
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["p2pdiloco"]
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, "p2pdiloco", script, module],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize(
@@ -39,12 +70,69 @@ def test_what_is_no_utf_8_is_said(
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nod", "there is no command nod; did you mean 'node'? (see p2pdiloco --help)"),
+        ("run nw", "there is no command nw; did you mean 'new'? (see p2pdiloco run --help)"),
+        ("--verison", "there is no flag --verison; did you mean '--version'? (see p2pdiloco --help)"),
+        ("run --hepl", "there is no flag --hepl; did you mean '--help'? (see p2pdiloco run --help)"),
+        ("help", "there is no command help; did you mean '--help'? (see p2pdiloco --help)"),
+        ("demo --hlep", "there is no flag --hlep; did you mean '--help'? (see p2pdiloco demo --help)"),
+        ("run fork --hlep",
+         "there is no flag --hlep; did you mean '--help'? (see p2pdiloco run fork --help)"),
+        ("status --no-json",
+         "there is no flag --no-json; did you mean '--json'? (see p2pdiloco status --help)"),
+        ("ranks", "ranks needs --nnodes, --node-rank and --rdzv (see p2pdiloco ranks --help)"),
+        ("ranks --rdzv x", "ranks needs --nnodes and --node-rank (see p2pdiloco ranks --help)"),
+        ("run new --out x",
+         ("run new needs --name and --model: give them, or write name under [run] and model under [model] in "
+          "the file of --config.")),
+        ("run new --out x --model llama:tiny",
+         "run new needs --name: give it, or write name under [run] in the file of --config."),
+    ],
+)  # fmt: skip
+def test_the_first_slips_of_a_newcomer(capsys: pytest.CaptureFixture[str], line: str, said: str) -> None:
+    assert run_command(line.split()) == 2
+    assert capsys.readouterr().err == f"p2pdiloco: {said}\n"
+
+
+@pytest.mark.parametrize(("command", "settings"), [(node, NodeConfig), (tracker, TrackerConfig)])
+def test_the_help_says_the_defaults_that_hold(command: Any, settings: Any) -> None:
+    """Of these two the flags have none of their own."""
+    said = dict(
+        re.findall(r"^    (\w+):\n(?:        .*\n)*?.*Left\sout: (\S+)\.$", command.__doc__, re.MULTILINE)
+    )
+    assert len(said) >= 4
+    defaults = settings()
+    assert said == {key: in_a_line(getattr(defaults, key)) for key in said}
+
+
+@pytest.mark.parametrize("command", ["node", "tracker", "config show"])
+def test_a_slip_in_a_variable_ends_what_reads_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("P2PDILOCO_DATADIR", "x")
+    assert run_command(command.split()) == 3
+    assert "did you mean 'P2PDILOCO_DATA_DIR'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["version", "simulate --seeds 1 --jobs 1"])
+def test_a_slip_in_a_variable_is_nothing_to_what_reads_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    monkeypatch.setenv("P2PDILOCO_DATADIR", "x")
+    assert run_command(line.split()) == 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["run", "extend", "x"], "run extend needs --tokens"),
         (["run", "extend", "x", "--outer-steps", "12"],
          "there is no flag --outer-steps, and run extend needs --tokens"),
         (["run", "fork", "--out", "x"], "run fork needs RUN"),
+        (["run", "extend"], "run extend needs RUN and --tokens"),
+        (["run", "new", "--nam", "x"], "there is no flag --nam, and run new needs --out"),
         # `--peers $UNSET`: the shell leaves nothing of it (scenario G1).
         (["run", "pause", "x", "--peers"], "--peers stands without a value"),
         (["run", "pause", "x", "--peers", "--json"], "--peers stands without a value"),
@@ -71,9 +159,10 @@ def test_what_a_command_lacks_is_said_with_what_it_does_not_know(
         ("node --name my node",
          '\'node\' ALONE; QUOTE: --name "my node ..."'),
         ("run pause a b", '\'b\' ALONE; QUOTE: "a b ..."'),
-        ("generate exp4", "generate needs --from; did you mean --from exp4?"),
-        ("generate --prompt-tokens exp4", "there is no flag --prompt-tokens, and generate needs --from"),
-        ("generate --tokens 5 exp4", "generate needs --from; did you mean --from exp4?"),
+        ("generate exp4", "generate needs --from and --prompt; did you mean --from exp4?"),
+        ("generate --prompt-tokens exp4",
+         "there is no flag --prompt-tokens, and generate needs --from and --prompt"),
+        ("generate --tokens 5 exp4", "generate needs --from and --prompt; did you mean --from exp4?"),
         ("run extend x 5M", "run extend needs --tokens; did you mean --tokens 5M?"),
         ("tracker --listen h:1 runs", "'runs' ALONE; did you mean --run runs?"),
         ("export austen exp4",

@@ -66,6 +66,8 @@ def test_a_variable_of_the_other_command_is_known_and_ignored() -> None:
         ("offload = 'all'", {}, "offload = 'all' is not possible: give auto, none, anchor or moments"),
         ("threads", {}, "is not valid TOML"),
         ("", {"P2PDILOCO_DATADIR": "x"}, "did you mean 'P2PDILOCO_DATA_DIR'?"),
+        ("", {"P2PDILOCO_COFNIG": "x"}, "did you mean 'P2PDILOCO_CONFIG'?"),
+        ("", {"P2PDILOCO_Threads": "2"}, "variable P2PDILOCO_Threads; did you mean 'P2PDILOCO_THREADS'?"),
         ("", {"P2PDILOCO_THREADS": "x"}, "P2PDILOCO_THREADS: threads = 'x' is not possible"),
     ],
 )

@@ -101,8 +101,8 @@ def test_a_run_is_named_by_its_link_or_by_a_folder_whose_daemon_runs(tmp_path: P
         (["revoke", "http://127.0.0.1:9/"], 2, ""),
         (["pause", "http://127.0.0.1:9/", "--peers", ""], 2, "list of peers is empty"),
         (["fork", "http://127.0.0.1:9/", "--out", "o", "--set", "model.model=x"], 2, "model is the parent's"),
-        (["new", "--out", "o"], 2, "--name is missing"),
-        (["new", "--out", "o", "--name", "x"], 2, "--model is missing"),
+        (["new", "--out", "o"], 2, "run new needs --name and --model"),
+        (["new", "--out", "o", "--name", "x"], 2, "run new needs --model"),
     ],
 )
 def test_slips_at_the_command_line(

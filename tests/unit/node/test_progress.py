@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 from rich.console import Console
 
+from p2pdiloco_node import progress
 from p2pdiloco_node.progress import Bar, Lines, Pace, amount, in_short, shown
 
 
@@ -66,6 +68,50 @@ def test_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
         "Training ...",
         "A sentence.",
     ]
+
+
+def test_a_step_that_is_not_counted_shows_what_it_is_at_and_for_how_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Minutes of a large model, in which nobody calls."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    clock = Clock()
+    lines, bar = Lines(clock), Bar(console, clock)
+
+    def minutes_of(told: Lines | Bar) -> None:
+        told.tick()
+        for second in range(25):
+            if second in (0, 13):
+                told.progress("Looking at the model", 0.0, doing="backward pass" if second else "building it")
+            clock.now += 1
+            told.tick()
+
+    minutes_of(lines)
+    assert capsys.readouterr().out.splitlines() == [
+        "Looking at the model ...",
+        "Looking at the model: building it, 10 s so far",
+        "Looking at the model: backward pass, 20 s so far",
+    ]
+    with bar.bars:
+        minutes_of(bar)
+    assert "backward pass, 25 s so far" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_step_that_is_counted_says_itself_when_it_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    lines = Lines(clock)
+    lines.progress("Reading", 30, 100, "bytes")
+    clock.now += 60
+    lines.tick()
+    assert capsys.readouterr().out == "Reading ...\n"
+
+
+def test_time_goes_on_while_nobody_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticked = threading.Event()
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
+    monkeypatch.setattr(Lines, "tick", lambda _: ticked.set())
+    with shown():
+        assert ticked.wait(30)
 
 
 def test_where_standard_output_is_for_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

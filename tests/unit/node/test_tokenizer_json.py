@@ -130,6 +130,38 @@ def test_tokenizers_of_todays_models_are_let_through(name: str) -> None:
     for_decoding(KNOWN[name])
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a{1000}b{1000}", r"\p{N}{1,999}|\p{L}{,1000}", "(a{1000})|(b{1000})c{9}", "(?:a{30}b{30}){30}",
+        "[{1000}]{1000}", r"\x{1000}{1000}", r"\{1000}{1000}", r"(a{1000}\))(b){1000}",
+        "([)]a{1000})(b){1000}",
+        "(?i:a{1000})(?i)(?=b{1000})(?<!c{9})(?<n>d){1000}", "[[:alpha:])]{1000}(b){1000}",
+        "[:(]{1000}(b){1000}",
+        "a{1000}+b{1000}?", "(a{1000}|b){1}",
+    ],
+)  # fmt: skip
+def test_repeats_beside_each_other_do_not_multiply(pattern: str) -> None:
+    check_tokenizer(made(pre_tokenizer=split(pattern)))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "a{1001}", "(a{1000}){1000}", "a{1000}{1000}", "a{1000}+{1000}", "((a{40}b)c{9}|d){40}",
+        "a{1000,2}{2}",
+        "(?<n>a{,1000})*{2,}", r"(\\x{1000}){1000}", r"(\(a{1000}){1000}", "([(]a{1000}){1000}",
+        # What only seems to be beside each other: comments, signs that are hidden, sets that are none.
+        "(?x)(a{1000}#)(\n){1000}", "(?ix:(a{1000}#)(\n){1000})", "(a{1000}(?#)(?#)(?#(){1000}",
+        "(a{1000}[])(]){1000}", "(a{1000}[^])(]){1000}", r"(a{1000}\c)\c(){1000}", "(a{1000}[[:)(:a]]){1000}",
+        "(a{1000})){1000}", "((a{1000}){1000}", "(a{1000}[){1000}",
+    ],
+)  # fmt: skip
+def test_repeats_inside_each_other_multiply(pattern: str) -> None:
+    with pytest.raises(TokenizerRefused, match="repeats a part more than 1000 times"):
+        check_tokenizer(made(pre_tokenizer=split(pattern)))
+
+
 def grows(text: str, times: int) -> dict[str, Any]:
     part = {"type": "Replace", "pattern": {"String": text}, "content": text * 10}
     return sequence("normalizers", *[part] * times)

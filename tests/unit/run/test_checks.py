@@ -69,6 +69,14 @@ def test_a_run_that_works_is_refused_nothing() -> None:
             top(target_tokens=31), "31 tokens are less than one full round: .* 32 in all", id="round"
         ),
         pytest.param(
+            lambda spec: top(target_tokens=7)(part("inner", inner_steps=1)(spec)),
+            "a single pass has 1 inner step of 8 tokens", id="round of one step",
+        ),
+        pytest.param(
+            lambda spec: top(target_version=1, target_tokens=7)(spec), "the target of 1 outer step cannot",
+            id="one outer step",
+        ),
+        pytest.param(
             top(target_tokens=800, target_version=101), "cannot be reached: .* raise --tokens to 3,232",
             id="version beyond tokens",
         ),

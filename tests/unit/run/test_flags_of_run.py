@@ -7,7 +7,7 @@ stood in for: it costs many seconds, and has tests of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +41,15 @@ class Made(NamedTuple):
     whole: RunSpec
 
 
-async def stand_in(order: bytes) -> bytes:
+async def stand_in(order: bytes, at: version_0.At, laid_out: Callable[[bytes], None]) -> bytes:
     """For the process: one matrix, from the seed."""
     asked = decode(order, GenesisOrder, bytes_max=2**20)
     if asked.params:
         values = np.random.default_rng(asked.seed).standard_normal(MATRIX.size).astype("<f4")
         values.tofile(asked.params)
-    return encode(GenesisMade(asked.config, (MATRIX,), (), "nothing"))
+    made = encode(GenesisMade(asked.config, (MATRIX,), (), "nothing"))
+    laid_out(made)
+    return made
 
 
 def spec_in(folder: str | Path) -> RunSpec:

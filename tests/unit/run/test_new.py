@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.run_spec import RunSpec, open_run_spec
+from p2pdiloco.run_spec import RunSpec, TensorSpec, open_run_spec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
+from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.run.new import Draft, Order, check_folder, create_run, drop_others, sigterm_is_ctrl_c
+from p2pdiloco_node.training import version_0
 from p2pdiloco_node.training.families import ModelRefused, check_values
+from p2pdiloco_node.training.version_0 import GenesisMade
 
 NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.txt", "--out", "n"]
 
@@ -26,10 +29,8 @@ NEW = ["run", "new", "--name", "x", "--model", "llama:tiny", "--data", "texts/*.
 @pytest.mark.parametrize(
     ("flags", "code", "sentence"),
     [
-        (["--pass-s", "0.05", "--up-mbit", "0.001"], 2, "a pass takes 0.05 s"),
         (["--up-mbit", "0"], 2, "--up-mbit is a number above 0"),
         (["--memory-gb", "nan"], 2, "--memory-gb is a number above 0"),
-        (["--memory-gb", "0.001"], 2, "0.001 GiB are declared"),
         (["--batch", "99999999"], 2, "--batch is a whole number from 1 to"),
         (["--eval-every", "0"], 2, "--eval-every is a whole number from 1 to"),
         (["--lr", "5"], 2, "--lr is a number above 0 and at most 1; 5.0 is not possible"),
@@ -66,18 +67,40 @@ def test_what_needs_no_text_is_refused_before_any_is_read(
     assert [p.name for p in tmp_path.iterdir()] == ["texts"]
 
 
-def test_version_0_is_in_the_forecast_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A small text and a large model: it is the model that fills the disk."""
+# As genesis.py answers, but for the params: this process never gets that far.
+LAYS_OUT = """
+import os, signal, sys
+sys.stdin.buffer.read()
+answer = bytes.fromhex(sys.argv[1])
+os.write(1, len(answer).to_bytes(4, "big") + answer)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "sentence"),
+    [
+        (["--pass-s", "0.05", "--up-mbit", "0.001"], 2, "a pass takes 0.05 s"),
+        (["--memory-gb", "0.001"], 2, "0.001 GiB are declared"),
+        # A small text and a large model: it is the model that fills the disk.
+        ([], 6, "of which version 0 of the model takes 2.2 MB"),
+    ],
+)
+def test_a_model_that_is_too_large_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    flags: list[str], code: int, sentence: str,
+) -> None:  # fmt: skip
+    """And tried, which takes minutes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("words and more words\n" * 5000)
-    free = (1 << 20, 0, 1 << 20)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free[2]})())
-    assert run_command([*NEW[:4], "--model", "llama:1m", *NEW[6:]]) == 6
-    assert re.search(r"version 0 of the model takes \S+ MB", capsys.readouterr().err)
+    tensors = (TensorSpec("embedding", (320, 512)), TensorSpec("mlp", (212, 512)))
+    answer = encode(GenesisMade(b'{"hidden_size": 512, "num_hidden_layers": 1}', tensors, (), "tried with"))
+    monkeypatch.setattr(version_0, "GENESIS", (sys.executable, "-c", LAYS_OUT, answer.hex()))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 20})())
+    assert run_command([*NEW, *flags]) == code
+    assert sentence in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["texts"]
 
 
@@ -151,12 +174,17 @@ def test_what_no_call_has_made_stays_among_the_blobs(tmp_path: Path) -> None:
         drop_others(tmp_path, spec)
 
 
-def test_two_calls_at_once_do_not_overwrite_each_other_s_run(tmp_path: Path) -> None:
+def test_two_calls_at_once_do_not_overwrite_each_other_s_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second comes when the first has its data and makes version 0."""
     (tmp_path / "a.txt").write_text("words and more words\n" * 5000)
     order = Order("x", "llama:tiny", [str(tmp_path / "a.txt")], 2**30, admission="local")
 
     async def second(draft: Draft) -> RunSpec:
+        monkeypatch.setattr(
+            version_0, "GENESIS", (sys.executable, "-c", "raise SystemExit('no need of torch')")
+        )
         with pytest.raises(OperatorError, match="Another p2pdiloco makes a run"):
             await create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key")
         return draft.spec

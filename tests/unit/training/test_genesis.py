@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from p2pdiloco.run_spec import ModelSpec
 from p2pdiloco_node.training.arrays import Floats, read_array
 from p2pdiloco_node.training.model_choice import choose_model
 from p2pdiloco_node.training.presets import config_bytes, inner_spec
-from p2pdiloco_node.training.version_0 import GenesisOrder
+from p2pdiloco_node.training.version_0 import DOING, GenesisOrder, last_words, unheard
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -69,6 +70,24 @@ def losses(spec: ModelSpec, params: Floats, model: Any) -> tuple[float, float]:
     logits = model.float()(input_ids=batch[:, :-1]).logits.detach()
     alone = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
     return loop.evaluate(tokens) / (4 * 32), float(alone)
+
+
+async def test_what_the_process_is_at_is_told_apart_from_what_it_says() -> None:
+    said = asyncio.StreamReader()
+    heard: list[str] = []
+    for piece in (f"a warning\n{DOING}build", f"ing it\n{DOING}forward pass\n", "x" * 200_000 + "\n", "no "):
+        said.feed_data(piece.encode())
+    said.feed_data(b"room")
+    said.feed_eof()
+    assert await last_words(said, heard.append) == "no room"
+    assert heard == ["building it", "forward pass"]
+
+
+async def test_a_process_that_is_killed_without_a_word_is_said_to_have_been_at_something() -> None:
+    said = asyncio.StreamReader()
+    said.feed_data(f"{DOING}backward pass\n".encode())
+    said.feed_eof()
+    assert await last_words(said, unheard) == "it said nothing, at: backward pass"
 
 
 def test_positions_must_hold_a_sequence(tmp_path: Path) -> None:

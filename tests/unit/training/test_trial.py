@@ -37,6 +37,19 @@ def test_what_a_look_has_tried_is_not_tried_again(tmp_path: Path) -> None:
     assert (tmp_path / "params").stat().st_size > 0
 
 
+def test_what_goes_on_is_said_meanwhile(tmp_path: Path) -> None:
+    from p2pdiloco_node.training.genesis import make
+
+    heard: list[str] = []
+    order = GenesisOrder("llama", config_bytes(LLAMA), 300, 16, "", 1, str(tmp_path / "params"))
+    made = make(order, heard.append, lambda made: heard.append(f"{len(made.tensors)} tensors"))
+    assert heard == [
+        "building it", f"{len(made.tensors)} tensors",
+        "initialising its params", "looking at its params", "forward pass", "backward pass",
+        "evaluating and sampling", "writing its params",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "differs", "said"),
     [
