@@ -62,7 +62,7 @@ def web_server(answers: dict[str, bytes]) -> Iterator[str]:
     ("arguments", "code", "sentence"),
     [
         (["node", "--jion", "x"], 2, "did you mean '--join'?"),
-        (["nod"], 2, 'Did you mean "node"?'),
+        (["nod"], 2, "did you mean 'node'?"),
         (["node", "--threads", "many"], 2, "--threads"),
         (["node"], 2, "No tracker is named"),
         (["node", "--join", "10.0.0.1:7474"], 2, "has no scheme: write http://10.0.0.1:7474"),
