@@ -16,11 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from p2pdiloco.diloco.compress import decode as decode_delta
-from p2pdiloco.diloco.compress import origin_of
 from p2pdiloco.diloco.global_state import GlobalState, put_chunk, roots_of
-from p2pdiloco.diloco.layout import sparse_runs
-from p2pdiloco.diloco.merge import merge
+from p2pdiloco.diloco.merge import merge_listed
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
@@ -295,19 +292,16 @@ class _Replay:
         spec = self._spec
         norms: dict[Digest, float] = {}
 
-        def load(digest: bytes, out: Array, /) -> None:
+        def read(digest: Digest) -> bytes:
             try:
-                data = read_blob(self._kept, Digest(digest))
+                return read_blob(self._kept, digest)
             except TransportError:
                 raise PeerError("BAD_DIGEST", f"the delta {short(digest)} kept here is damaged") from None
-            decode_delta(spec.outer.codec, data, spec.model.tensors, out)
-            norms[Digest(digest)] = l2_norm(out)
-            listed = next(c for c in step.contributions if c.delta == digest)
-            if origin_of(data) != (listed.peer, listed.sequence):
-                raise PeerError("BAD_SHAPE", f"the delta {short(digest)} is of another peer or sequence")
 
-        over_senders = sparse_runs(spec.outer.codec, spec.model.tensors)
-        mean = merge(step, spec.model.params, load, over_senders)
+        def see(digest: Digest, delta: Array) -> None:
+            norms[digest] = l2_norm(delta)
+
+        mean = merge_listed(spec, step, read, see)
         self.deltas += len(step.contributions)
         reason = check_outer_step(before, spec, step, norms, relative=RELATIVE)
         if reason is not None:

@@ -10,11 +10,16 @@ in the mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
-from p2pdiloco.diloco.layout import Array, Run
+from p2pdiloco.diloco.compress import Origin, decode, origin_of
+from p2pdiloco.diloco.layout import Array, Run, sparse_runs
+from p2pdiloco.errors import PeerError
+from p2pdiloco.ids import Digest, PeerId, short
+from p2pdiloco.run_spec import RunSpec
 from p2pdiloco.wire.log import OuterStep
 
 CHUNK = 1 << 16  # values at a time: 256 KiB each of the arrays stay in the cache
@@ -24,6 +29,35 @@ class Load(Protocol):
     """Decodes the delta named by `digest` into `out` (float32 [params]). Raises what decode raises."""
 
     def __call__(self, digest: bytes, out: Array, /) -> None: ...
+
+
+def merge_listed(
+    spec: RunSpec,
+    step: OuterStep,
+    read: Callable[[Digest], bytes],
+    see: Callable[[Digest, Array], None] | None = None,
+) -> Array:
+    """The mean g of the deltas that a log entry lists, float32 [params].
+
+    `read` gives a delta's blob, which has that digest; `see` looks at each that is decoded. Both are called
+    once for each delta, in digest order.
+
+    Raises:
+        PeerError: a delta does not decode, or is another one than its listed sender's (BAD_SHAPE).
+    """
+    codec, tensors = spec.outer.codec, spec.model.tensors
+    origins = {c.delta: Origin(PeerId(c.peer), c.sequence) for c in step.contributions}
+
+    def load(digest: bytes, out: Array, /) -> None:
+        named = Digest(digest)
+        data = read(named)
+        if origin_of(data) != origins[digest]:
+            raise PeerError("BAD_SHAPE", f"the delta {short(digest)} is of another peer or sequence")
+        decode(codec, data, tensors, out)
+        if see is not None:
+            see(named, out)
+
+    return merge(step, spec.model.params, load, sparse_runs(codec, tensors))
 
 
 class Mean:

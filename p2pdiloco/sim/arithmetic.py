@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from p2pdiloco.diloco.compress import decode
 from p2pdiloco.diloco.global_state import GlobalState, chunk_digests
-from p2pdiloco.diloco.layout import Array, sparse_runs
-from p2pdiloco.diloco.merge import merge
+from p2pdiloco.diloco.layout import Array
+from p2pdiloco.diloco.merge import merge_listed
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import PeerError
@@ -58,15 +58,9 @@ class Arithmetic:
         )  # fmt: skip
         made = self._steps.get(inputs)
         if made is None:
-            spec = self._spec
-
-            def load(delta: bytes, out: Array) -> None:
-                out[:] = decode(spec.outer.codec, blobs[Digest(delta)], spec.model.tensors)
-
             after = GlobalState(state.params, state.momentum).copy()
-            over_senders = sparse_runs(spec.outer.codec, spec.model.tensors)
-            mean = merge(step, len(after.params), load, over_senders)
-            apply_outer_step(after, mean, step.scalars, spec.outer.mu)
+            mean = merge_listed(self._spec, step, blobs.__getitem__)
+            apply_outer_step(after, mean, step.scalars, self._spec.outer.mu)
             made = self._steps[inputs] = (after.params, after.momentum)
         return replace(state, params=made[0], momentum=made[1])
 

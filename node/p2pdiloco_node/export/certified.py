@@ -14,16 +14,12 @@ from typing import Protocol
 import numpy as np
 
 from p2pdiloco import limits
-from p2pdiloco.diloco.compress import Origin as DeltaOrigin
-from p2pdiloco.diloco.compress import decode as decode_delta
-from p2pdiloco.diloco.compress import origin_of
 from p2pdiloco.diloco.global_state import GlobalState, chunks_of, put_chunk, roots_of
-from p2pdiloco.diloco.layout import sparse_runs
-from p2pdiloco.diloco.merge import merge
+from p2pdiloco.diloco.merge import merge_listed
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import OperatorError, PeerError
 from p2pdiloco.exit_codes import RUN, USAGE
-from p2pdiloco.ids import Digest, PeerId, merkle_root, short
+from p2pdiloco.ids import Digest, merkle_root
 from p2pdiloco.rules.state import RulesState, genesis_state
 from p2pdiloco.run_spec import RunSpec, chunk_sizes
 from p2pdiloco.wire.codec import decode, encode
@@ -184,20 +180,11 @@ def _advance(
 
 def _apply(spec: RunSpec, state: GlobalState, step: OuterStep, read: Read) -> None:
     """Raises: OperatorError: a delta is not the one that the entry lists; TransportError: one is not here."""
-    outer, tensors = spec.outer, spec.model.tensors
-    origins = {Digest(c.delta): DeltaOrigin(PeerId(c.peer), c.sequence) for c in step.contributions}
-
-    def load(digest: bytes, out: Array, /) -> None:
-        data = read(Digest(digest))
-        if origin_of(data) != origins[Digest(digest)]:
-            raise PeerError("BAD_SHAPE", f"delta {short(digest)} is of another peer or sequence")
-        decode_delta(outer.codec, data, tensors, out)
-
     try:
-        mean = merge(step, spec.model.params, load, sparse_runs(outer.codec, tensors))
+        mean = merge_listed(spec, step, read)
     except PeerError as error:
         raise OperatorError(f"version {step.version} cannot be computed: {error}.", RUN) from None
-    apply_outer_step(state, mean, step.scalars, outer.mu)
+    apply_outer_step(state, mean, step.scalars, spec.outer.mu)
 
 
 def snapshot_chunks(spec: RunSpec, digests: Sequence[bytes], read: Read) -> Iterator[Chunk]:

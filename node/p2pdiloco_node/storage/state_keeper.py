@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from p2pdiloco import limits
-from p2pdiloco.diloco.compress import Origin, decode, origin_of
+from p2pdiloco.diloco.compress import decode, origin_of
 from p2pdiloco.diloco.global_state import GlobalState, chunks_of, put_chunk, roots_of
-from p2pdiloco.diloco.layout import sparse_runs
-from p2pdiloco.diloco.merge import merge
+from p2pdiloco.diloco.merge import merge_listed
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, PeerError, TransportError
@@ -224,18 +223,9 @@ class DiskStateKeeper:
             self._state_files.save(state)
 
     def _after(self, step: OuterStep) -> GlobalState:
-        outer, tensors = self._spec.outer, self._spec.model.tensors
-        origins = {Digest(c.delta): Origin(PeerId(c.peer), c.sequence) for c in step.contributions}
-
-        def load(digest: bytes, out: Array) -> None:
-            data = self._blobs.read(Digest(digest))
-            if origin_of(data) != origins[Digest(digest)]:
-                raise PeerError("BAD_SHAPE", f"delta {short(digest)} is of another peer or sequence")
-            decode(outer.codec, data, tensors, out)
-
-        mean = merge(step, self._params, load, sparse_runs(outer.codec, tensors))
+        mean = merge_listed(self._spec, step, self._blobs.read)
         state = self._state.copy()
-        apply_outer_step(state, mean, step.scalars, outer.mu)
+        apply_outer_step(state, mean, step.scalars, self._spec.outer.mu)
         return state
 
     def _is_due(self, version: int) -> bool:

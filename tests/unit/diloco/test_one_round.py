@@ -2,12 +2,13 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
 from p2pdiloco.diloco.compress import Origin, decode, encode
 from p2pdiloco.diloco.global_state import GlobalState, roots_of
-from p2pdiloco.diloco.merge import merge
+from p2pdiloco.diloco.merge import merge_listed
 from p2pdiloco.diloco.norms import l2_norm
 from p2pdiloco.diloco.outer_step import apply_outer_step
 from p2pdiloco.errors import PeerError
@@ -35,16 +36,12 @@ def run_round(blobs):
             reasons[number] = error.reason
             continue
         digest = digest_of(blob)
-        stored[digest] = flat
+        stored[digest] = blob
         who = PeerId(bytes([number] * 32))
         candidates.append(Candidate(digest, who, 0, 1, 4, l2_norm(flat), bytes(32), bytes(64)))
     step = plan_outer_step(genesis_state(SPEC), SPEC, candidates, [])
-
-    def load(digest, out):
-        out[:] = stored[digest]
-
     state = GlobalState(np.ones(PARAMS, np.float32), np.zeros(PARAMS, np.float32))
-    apply_outer_step(state, merge(step, PARAMS, load), step.scalars, SPEC.outer.mu)
+    apply_outer_step(state, merge_listed(SPEC, step, stored.__getitem__), step.scalars, SPEC.outer.mu)
     return step, roots_of(state), reasons
 
 
@@ -64,3 +61,18 @@ def test_arrival_order_changes_no_bit():
     for seed in range(5):
         random.Random(seed).shuffle(blobs)
         assert run_round(blobs) == reference
+
+
+def test_what_an_entry_lists_is_its_senders_delta():
+    """The majority that certified it looked, and so does whoever computes the step again (math.md)."""
+    blob = blob_of(3)
+    step, _, _ = run_round([(3, blob)])
+    seen = []
+    mean = merge_listed(SPEC, step, {digest_of(blob): blob}.__getitem__, lambda *what: seen.append(what[0]))
+    assert np.array_equal(mean, decode("fp16", blob, TENSORS) * np.float32(step.contributions[0].clip))
+    assert seen == [digest_of(blob)]
+    (listed,) = step.contributions
+    for other in ({"peer": bytes([4] * 32)}, {"sequence": 2}):
+        lie = msgspec.structs.replace(step, contributions=(msgspec.structs.replace(listed, **other),))
+        with pytest.raises(PeerError, match="BAD_SHAPE"):
+            merge_listed(SPEC, lie, {digest_of(blob): blob}.__getitem__)
