@@ -17,7 +17,7 @@ from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.demo import command as module
 from p2pdiloco_node.demo.command import Options
 from p2pdiloco_node.demo.view import LiveView, PlainView, make_view
-from p2pdiloco_node.run.folder import MAKING
+from p2pdiloco_node.storage.run_folder import MAKING
 from p2pdiloco_node.training import version_0
 from tests.unit.run.test_flags_of_run import stand_in
 
