@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import FILES, NO, USAGE
+from p2pdiloco.exit_codes import FILES, INTERRUPTED, NO, USAGE
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.log import Entry
@@ -84,7 +84,7 @@ def run_demo(options: Options) -> int:
             return asyncio.run(_demo(options, folder, owner))
         except (KeyboardInterrupt, asyncio.CancelledError):
             print("Stopped; every process has ended.", file=sys.stderr)
-            return 130
+            return INTERRUPTED
 
 
 def _check(options: Options) -> None:
