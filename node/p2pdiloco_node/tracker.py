@@ -45,7 +45,12 @@ from p2pdiloco_node.hosting.page_feed import PageFeed
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.process.hosts import reachable_hosts
 from p2pdiloco_node.process.lifetime import Leaving, note_address, run_life
-from p2pdiloco_node.run.folder import (
+from p2pdiloco_node.status_page import StatusPage
+from p2pdiloco_node.storage.blob_store import DiskBlobStore
+from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.storage.files import guarded
+from p2pdiloco_node.storage.keys import load_key
+from p2pdiloco_node.storage.run_folder import (
     BLOBS,
     CHECKPOINTS,
     HISTORY,
@@ -55,11 +60,6 @@ from p2pdiloco_node.run.folder import (
     WITNESS_KEY,
     others_in,
 )
-from p2pdiloco_node.status_page import StatusPage
-from p2pdiloco_node.storage.blob_store import DiskBlobStore
-from p2pdiloco_node.storage.data_dir import DataDir
-from p2pdiloco_node.storage.files import guarded
-from p2pdiloco_node.storage.keys import load_key
 from p2pdiloco_node.storage.tracker_db import TrackerDb
 from p2pdiloco_node.taking_part.participant import Participant, Setting, deltas_named
 from p2pdiloco_node.telemetry import Telemetry

@@ -153,6 +153,7 @@ class Recovery:
             self._ctx.emit(EnterEpoch(log.epoch))
         self._sync.cut(index)
         self._pool.went_back(version)
+        self._trainee.cut(version)
         if self._applied.index > index:
             self._sync.go_back()
             self._trainee.went_back()

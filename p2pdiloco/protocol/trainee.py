@@ -39,6 +39,7 @@ class Trainee:
         self._stands_on = adopted_version
         self._adopted = -1  # newest version given to this life's trainer
         self._evaluated = evaluated_version  # in an earlier life, too: the same entries are applied again
+        self.cut(log.version_at(log.index))  # a crash may have come between a cut and the record of it
         self._due = -1  # newest version whose evaluators were chosen
         self._stands_in = (-1, 0.0)  # (version, from when on) that this node evaluates if nobody did
         self._met_lower = False
@@ -61,9 +62,14 @@ class Trainee:
         """A snapshot replaced the state: what was in flight is judged by the clock like everything else."""
         self._adopted = -1
 
+    def cut(self, version: int) -> None:
+        """The log ends with `version`: a later one will be another state than the one evaluated."""
+        if self._evaluated > version:
+            self._evaluated = -1
+
     def went_back(self) -> None:
         """The owner's recovery dropped entries that were the state here: own work begins afresh."""
-        self._adopted = self._evaluated = self._due = -1
+        self._adopted = self._due = -1
         self._stands_in = (-1, 0.0)
         self._lost = True
 

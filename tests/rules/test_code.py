@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco_node.run import folder as run_folder
+from p2pdiloco_node.storage import run_folder
 
 LINES_MAX = 500
 BANNED_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve")
@@ -151,8 +151,8 @@ def test_names_in_a_run_s_folder_are_written_once(root: Path, sources: list[Path
     wrong = [
         f"{path}:{node.lineno}: {node.value!r}"
         for path in sources
-        if path != Path("node/p2pdiloco_node/run/folder.py")
+        if path != Path("node/p2pdiloco_node/storage/run_folder.py")
         for node in ast.walk(ast.parse((root / path).read_text()))
         if isinstance(node, ast.Constant) and node.value in names
     ]
-    assert not wrong, "take it from node/p2pdiloco_node/run/folder.py: " + ", ".join(wrong)
+    assert not wrong, "take it from node/p2pdiloco_node/storage/run_folder.py: " + ", ".join(wrong)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-# Lower layers first; a module may import from lower layers and from its own group, nothing else.
-# One string is one group: names separated by blanks may import each other.
+# Lower layers first; a module may import from lower layers and from its own group, which is one string here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("p2pdiloco.errors", "p2pdiloco.exit_codes", "p2pdiloco.ids", "p2pdiloco.limits", "p2pdiloco.words"),
     ("p2pdiloco.wire",),
@@ -27,7 +28,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.process.hosts",
         "p2pdiloco_node.progress",
         "p2pdiloco_node.run.fields",
-        "p2pdiloco_node.run.folder",
         "p2pdiloco_node.taking_part.heads",
         "p2pdiloco_node.tokenizer_json",
     ),
@@ -168,6 +168,28 @@ def is_folder(name: str) -> bool:
     return any(group.startswith(name + ".") for groups in LAYERS for group in groups)
 
 
+def folder_of(name: str) -> str:
+    """The folder of p2pdiloco_node that a module is in, or the module itself; empty: of neither."""
+    package, _, rest = name.partition(".")
+    return rest.partition(".")[0] if package == "p2pdiloco_node" else ""
+
+
+def circles(modules: Mapping[str, str]) -> list[str]:
+    """Folders that import each other, by whatever way: none of them can be read, or moved, without the other.
+
+    `modules`: source by name.
+    """
+    needs: dict[str, set[str]] = {}
+    for name, source in modules.items():
+        found = {folder_of(imported) for _, imported in imports(source, name.rpartition(".")[0])}
+        needs.setdefault(folder_of(name), set()).update(found - {"", "__version__"})
+    reached = {folder: set(direct) - {folder} for folder, direct in needs.items()}
+    for between, start in product(reached, reached):
+        if between in reached[start]:
+            reached[start] |= reached[between]
+    return sorted(folder for folder, found in reached.items() if folder in found)
+
+
 def purity_faults(name: str, source: str) -> list[str]:
     """What a module of `p2pdiloco` imports although it is pure."""
     faults = []
@@ -239,6 +261,18 @@ def test_every_place_is_looked_at() -> None:
     assert [group for group in groups if layer_of(group)[1] != group] == []  # type: ignore[index]
 
 
+def test_every_place_is_somebody_s(sources: list[Path]) -> None:
+    names = {module_name(path) for path in sources}
+    named = [*(group for groups in LAYERS for group in groups), *TRAINER]
+    assert [name for name in named if not any(within(module, name) for module in names)] == []
+
+
+def test_no_two_folders_import_each_other(root: Path, sources: list[Path]) -> None:
+    """Modules of a folder stand in several layers: that alone would let two folders lean on each other."""
+    found = circles({module_name(path): (root / path).read_text() for path in sources})
+    assert not found, f"{', '.join(found)}: move what both need into a folder below them"
+
+
 def test_only_the_trainer_process_imports_torch(root: Path, sources: list[Path]) -> None:
     faults = [
         fault for path in sources for fault in trainer_faults(module_name(path), (root / path).read_text())
@@ -277,6 +311,19 @@ def test_only_the_trainer_process_imports_torch(root: Path, sources: list[Path])
 )
 def test_the_checks_find_what_they_are_for(check, name: str, source: str, message: str) -> None:  # type: ignore[no-untyped-def]
     assert any(message in fault for fault in check(name, source))
+
+
+def test_the_check_finds_folders_that_import_each_other() -> None:
+    node = "p2pdiloco_node"
+    modules = {
+        f"{node}.storage.x": f"from {node}.run.folder import y",
+        f"{node}.run.folder": "",
+        f"{node}.run.new": f"from {node}.corpus.making import y\nfrom {node} import __version__",
+        f"{node}.corpus.making": f"from {node}.storage.files import y",
+        f"{node}.cli": f"from {node}.run.new import y",
+    }
+    assert circles(modules) == ["corpus", "run", "storage"]
+    assert circles(modules | {f"{node}.storage.x": f"from {node}.storage.files import y"}) == []
 
 
 def test_the_checks_let_honest_imports_pass() -> None:

@@ -40,8 +40,8 @@ from p2pdiloco_node.corpus.tokenizer import BPE, BYTES, BYTES_PER_TOKEN, Tokeniz
 from p2pdiloco_node.corpus.work import Plan, Taken, Tokenised, Work
 from p2pdiloco_node.progress import BYTES as IN_BYTES
 from p2pdiloco_node.progress import Quiet, Told, amount
-from p2pdiloco_node.run.folder import BLOBS, FETCHED, MAKING
 from p2pdiloco_node.storage.files import make_folder
+from p2pdiloco_node.storage.run_folder import BLOBS, FETCHED, MAKING
 
 INLINE_BYTES = 8 << 20  # a smaller corpus is made before processes have started
 OWNER_MENDS = (USAGE, FILES)  # exit codes of what lies in the command or the files

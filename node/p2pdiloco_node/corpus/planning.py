@@ -31,7 +31,7 @@ from p2pdiloco_node.corpus.tokenizer import (
 )
 from p2pdiloco_node.corpus.work import Command, Plan
 from p2pdiloco_node.progress import Told, amount
-from p2pdiloco_node.run.folder import MAKING
+from p2pdiloco_node.storage.run_folder import MAKING
 
 # Bytes on disk for each byte of text. Cleaned text compressed lightly; tokens by their width: a byte each, or
 # about one for four bytes of text, and some more for other languages; shards are never larger than tokens.

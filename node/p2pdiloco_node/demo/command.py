@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import FILES, NO, USAGE
+from p2pdiloco.exit_codes import FILES, INTERRUPTED, NO, USAGE
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.log import Entry
@@ -32,8 +32,8 @@ from p2pdiloco_node.demo.summary import Fault, NodeFacts, Summary, facts_of_log,
 from p2pdiloco_node.demo.swarm import POLL_S, Daemon, Swarm, training_bytes
 from p2pdiloco_node.demo.view import View, make_view
 from p2pdiloco_node.process.lifetime import on_hang_up
-from p2pdiloco_node.run.folder import JOURNAL, LOG, RUN, SPEC, WITNESS
 from p2pdiloco_node.run.new import Draft, Order, create_run
+from p2pdiloco_node.storage.run_folder import JOURNAL, LOG, RUN, SPEC, WITNESS
 from p2pdiloco_node.storage.scratch import temporary_folder
 from p2pdiloco_node.training.timing import time_inner_steps
 from p2pdiloco_node.verify import read_log
@@ -84,7 +84,7 @@ def run_demo(options: Options) -> int:
             return asyncio.run(_demo(options, folder, owner))
         except (KeyboardInterrupt, asyncio.CancelledError):
             print("Stopped; every process has ended.", file=sys.stderr)
-            return 130
+            return INTERRUPTED
 
 
 def _check(options: Options) -> None:

@@ -26,7 +26,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import NO
 from p2pdiloco_node.config import without_settings
-from p2pdiloco_node.run.folder import ADDRESS
+from p2pdiloco_node.storage.run_folder import ADDRESS
 from p2pdiloco_node.telemetry import NodeStatus
 
 POLL_S = 0.25

@@ -27,7 +27,8 @@ from p2pdiloco_node.export.certified import KeptArrays
 from p2pdiloco_node.export.chain import Entries, entries_in
 from p2pdiloco_node.export.facts import Evaluation, Heard
 from p2pdiloco_node.ports import Purpose
-from p2pdiloco_node.run.folder import (
+from p2pdiloco_node.storage.files import guarded, read_at_most
+from p2pdiloco_node.storage.run_folder import (
     BLOBS,
     HISTORY,
     JOURNAL,
@@ -40,7 +41,6 @@ from p2pdiloco_node.run.folder import (
     STATE,
     WITNESS,
 )
-from p2pdiloco_node.storage.files import guarded, read_at_most
 from p2pdiloco_node.storage.state_files import MANIFEST, MANIFEST_BYTES_MAX, KeptSnapshot, Manifest
 
 

@@ -29,7 +29,7 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.config import HostPort, JoinLink, parse_join
 from p2pdiloco_node.export.log_reader import LogReader
 from p2pdiloco_node.progress import Told
-from p2pdiloco_node.run.folder import ADDRESS, RUN, RUNS, SPEC, WITNESS
+from p2pdiloco_node.storage.run_folder import ADDRESS, RUN, RUNS, SPEC, WITNESS
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.contact import fetch_peers, fetch_run_spec
 from p2pdiloco_node.transport.http_session import read_capped

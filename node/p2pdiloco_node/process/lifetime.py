@@ -24,7 +24,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, TransportError
 from p2pdiloco.exit_codes import OURS
 from p2pdiloco_node.process.local_status import note_daemon
-from p2pdiloco_node.run.folder import ADDRESS
+from p2pdiloco_node.storage.run_folder import ADDRESS
 from p2pdiloco_node.transport.listener import Listener
 
 log = logging.getLogger("p2pdiloco")

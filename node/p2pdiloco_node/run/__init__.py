@@ -1,1 +1,1 @@
-"""A run before it runs: made, described, checked, shown; and what lies where in its folder."""
+"""A run before it runs: made, described, checked, shown."""

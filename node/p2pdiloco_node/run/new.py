@@ -59,9 +59,9 @@ from p2pdiloco_node.corpus.work import Taken, Work
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run.checks import Declared, check_fields, check_parts, check_run, check_types, replaced
-from p2pdiloco_node.run.folder import BLOBS, MAKING, SPEC, WITNESS_KEY, others_in
 from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
+from p2pdiloco_node.storage.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY, others_in
 from p2pdiloco_node.training.model_choice import ModelChoice, choose_model
 from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files

@@ -10,8 +10,8 @@ from typing import Self
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import RunId
-from p2pdiloco_node.run.folder import RUNS
 from p2pdiloco_node.storage.files import Files, guarded, make_folder
+from p2pdiloco_node.storage.run_folder import RUNS
 
 
 class DataDir:

@@ -32,8 +32,8 @@ from p2pdiloco.wire import codec
 from p2pdiloco.wire.log import OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Outcome, SnapshotOffer
 from p2pdiloco_node.ports import Array, BlobStore, CheckedDelta, Purpose, Roots
-from p2pdiloco_node.run.folder import SNAPSHOTS, STATE
 from p2pdiloco_node.storage.files import Files
+from p2pdiloco_node.storage.run_folder import SNAPSHOTS, STATE
 from p2pdiloco_node.storage.state_files import (
     KeptSnapshot,
     KeptState,

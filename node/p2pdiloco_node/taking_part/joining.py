@@ -19,9 +19,9 @@ from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, open_run_spec
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.config import HostPort, JoinLink, parse_join
-from p2pdiloco_node.run.folder import LINK, SPEC
 from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
+from p2pdiloco_node.storage.run_folder import LINK, SPEC
 from p2pdiloco_node.transport.contact import fetch_run_spec, greet
 
 NAME = "name"  # in the data folder

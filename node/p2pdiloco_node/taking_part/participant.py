@@ -54,12 +54,12 @@ from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.process.flight_recorder import FlightRecorder
 from p2pdiloco_node.process.hosts import names_loopback, reachable_hosts
 from p2pdiloco_node.process.lifetime import first_fault
-from p2pdiloco_node.run.folder import BLOBS, JOURNAL, LOG
 from p2pdiloco_node.storage.address_book import DiskAddressBook
 from p2pdiloco_node.storage.blob_store import BUDGETS, DiskBlobStore
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.held_deltas import HeldDeltas
 from p2pdiloco_node.storage.journal import DiskJournal
+from p2pdiloco_node.storage.run_folder import BLOBS, JOURNAL, LOG
 from p2pdiloco_node.storage.state_keeper import DiskStateKeeper
 from p2pdiloco_node.taking_part.blobs import RunBlobs
 from p2pdiloco_node.taking_part.heads import Heads

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import FILES, RESOURCES
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.device import DeviceMissing
 from p2pdiloco_node.training.families import ModelRefused
@@ -106,11 +107,11 @@ def _lead(events: BinaryIO, devices: list[str], join: Callable[[], ProcessGroup]
             tell(group, End())
             group.close()
     except ModuleNotFoundError as error:
-        emit(frames.Failed(f"{error.name} is not installed: pip install 'p2pdiloco[node]'.", 3))
-        return 3
+        emit(frames.Failed(f"{error.name} is not installed: pip install 'p2pdiloco[node]'.", FILES))
+        return FILES
     except OSError as error:
         emit(frames.Failed(f"the trainer cannot use a file: {error}; check the disk and its free space."))
-        return 6
+        return RESOURCES
     except (DeviceMissing, ModelRefused) as error:
         emit(frames.Failed(str(error), error.exit_code))
         return error.exit_code

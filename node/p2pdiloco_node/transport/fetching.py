@@ -42,6 +42,10 @@ class _Busy(TransportError):
         self.donors = donors
 
 
+class _Unjudged(Exception):
+    """In the middle of a blob a donor tells that it is too large: only all of its bytes show that."""
+
+
 class _Wanted(NamedTuple):
     digest: Digest
     size_max: int  # bytes
@@ -188,6 +192,26 @@ class Fetcher:
         raise last
 
     async def _read(self, url: str, donor: PeerId, wanted: _Wanted, gave: set[PeerId]) -> None:
+        try:
+            await self._read_on(url, donor, wanted, gave)
+        except _Unjudged:
+            await self._read_to_judge(url, donor, wanted)
+
+    async def _read_to_judge(self, url: str, donor: PeerId, wanted: _Wanted) -> NoReturn:
+        """From the first byte on. What is here stays: else a lie would be enough to be rid of it."""
+        async with self._session.get(url, allow_redirects=False) as answer:
+            self._traffic.up_control += request_head_bytes(answer)
+            self._traffic.down_control += answer_head_bytes(answer)
+            if answer.status != 200:
+                raise TransportError(
+                    f"peer {short(donor)} answered {answer.status} for {short(wanted.digest)}"
+                )
+            _, size = _extent(answer)
+            if size <= wanted.size_max:
+                raise PeerError("TOO_BIG", "it told two sizes of a blob")
+            await self._judge(answer, donor, wanted, 0, size)
+
+    async def _read_on(self, url: str, donor: PeerId, wanted: _Wanted, gave: set[PeerId]) -> None:
         digest, purpose = wanted.digest, wanted.purpose
         offset = self._blobs.part_size(digest)
         headers = {"Range": f"bytes={offset}-", "If-Range": f'"{digest.hex()}"'} if offset else {}
@@ -240,13 +264,13 @@ class Fetcher:
         why = f"a blob of {size} bytes where {size_max} are the most"
         if not wanted.of_spec:
             raise PeerError("TOO_BIG", why)
-        if first:
-            await asyncio.to_thread(self._blobs.delete, digest)  # the next try has it from the first byte on
-        if first or size > size_max + limits.oversize_bytes_max:
+        if size > size_max + limits.oversize_bytes_max:
             raise TransportError(
                 f"peer {short(donor)} says that {short(digest)} is {why}: it lies, or the run's owner has to "
                 "make the run anew"
             )
+        if first:
+            raise _Unjudged
         found = hashlib.sha256()
         async for part in read_parts(answer.content, size, self._pace.for_size(size)):
             self._traffic.down_data += len(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,14 @@ from typing import Any, cast
 
 import pytest
 
+from p2pdiloco.exit_codes import INTERRUPTED
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.demo import command as module
 from p2pdiloco_node.demo.command import Options
 from p2pdiloco_node.demo.view import LiveView, PlainView, make_view
-from p2pdiloco_node.run.folder import MAKING
+from p2pdiloco_node.storage.run_folder import MAKING
 from p2pdiloco_node.training import version_0
 from tests.unit.run.test_flags_of_run import stand_in
 
@@ -120,3 +122,17 @@ def test_chaos_hits_the_swarm_until_the_run_is_over(
     options = options_of(monkeypatch, *(["--chaos"] if chaos else []))
     asyncio.run(module._follow(options, swarm, fake_run().spec, [], view))
     assert bool(hit) is chaos
+
+
+def test_ctrl_c_ends_it_with_its_code_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def stopped(_options: Options, folder: Path, owner: Path) -> int:
+        assert folder.is_dir() and owner.parent.is_dir()  # noqa: ASYNC240, PT018
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(module, "_demo", stopped)
+    assert run_command(["demo"]) == INTERRUPTED
+    assert "every process has ended" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

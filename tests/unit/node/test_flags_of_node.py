@@ -30,8 +30,8 @@ from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import NodeConfig
 from p2pdiloco_node.daemon import Daemon
 from p2pdiloco_node.process.lifetime import Leaving
-from p2pdiloco_node.run.folder import LINK, SPEC
 from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.storage.run_folder import LINK, SPEC
 from p2pdiloco_node.training import further_ranks
 from p2pdiloco_node.training.memory_plan import DATA_ROW
 from p2pdiloco_node.training.presets import inner_spec, model_spec

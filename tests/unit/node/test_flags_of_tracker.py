@@ -18,8 +18,8 @@ from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import TrackerConfig
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.process.lifetime import Leaving, run_life
-from p2pdiloco_node.run.folder import MAKING, SPEC
 from p2pdiloco_node.storage.data_dir import DataDir
+from p2pdiloco_node.storage.run_folder import MAKING, SPEC
 from p2pdiloco_node.tracker import Archive, Tracker
 from tests.unit.export.conftest import KeptRun
 

@@ -25,6 +25,7 @@ from p2pdiloco.protocol.actions import (
 )
 from p2pdiloco.protocol.context import Restored
 from p2pdiloco.protocol.run_log import RunLog
+from p2pdiloco.protocol.trainee import Trainee
 from p2pdiloco.rules.state import RulesState, after_membership, after_owner, genesis_state
 from p2pdiloco.wire import messages as msg
 from p2pdiloco.wire.codec import encode
@@ -73,11 +74,13 @@ class Branch:
         return recover(self.chain.log, state, base, committee, epoch=epoch, at=at)
 
 
-def voter_at(branch: Branch, who: object = WITNESS, index: int | None = None) -> Driven:
-    """A member of the old committee with every entry of the branch applied."""
+def voter_at(
+    branch: Branch, who: object = WITNESS, index: int | None = None, *, known: int | None = None
+) -> Driven:
+    """A member of the old committee with every entry of the branch applied, or `index` of `known` ones."""
     index = len(branch.chain.entries) if index is None else index
     restored = Restored(
-        entries=tuple(branch.chain.entries[:index]), state_index=index,
+        entries=tuple(branch.chain.entries[: known or index]), state_index=index,
         rules=encode(branch.states[index]) if index else b"",
         params_root=roots(index)[0] if index else NO_DIGEST,
         momentum_root=roots(index)[1] if index else NO_DIGEST,
@@ -142,6 +145,18 @@ def test_a_node_whose_work_stands_on_what_is_gone_begins_afresh() -> None:
     (adopt,) = take(node.do(ev.SnapshotFetched(0)), AdoptState)
     assert (adopt.version, adopt.reset) == (2, True)
     assert node.node.in_flight == ()
+
+
+@pytest.mark.parametrize("applied", [5, 2])
+def test_what_was_evaluated_behind_the_base_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, applied: int
+) -> None:
+    """Also where the state here had not come that far again after a restart."""
+    branch, cuts = Branch(5), []
+    node = voter_at(branch, D, applied, known=5)
+    monkeypatch.setattr(Trainee, "cut", lambda _, version: cuts.append(version))
+    show(node, branch.recovery(3), head=4)
+    assert cuts == [3]
 
 
 def test_what_was_listed_behind_the_base_may_be_listed_again() -> None:

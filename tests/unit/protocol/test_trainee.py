@@ -260,9 +260,20 @@ def test_what_an_earlier_life_evaluated_is_not_evaluated_again(evaluated: int, a
     assert take(adopt(p, t), EvaluateState) == []
 
 
-def test_of_another_epoch_a_version_is_another_one() -> None:
+@pytest.mark.parametrize(("last", "again"), [(3, True), (4, False)])
+def test_of_another_epoch_a_version_is_another_one(last: int, again: bool) -> None:
     p, t = at(4, 4, evaluated=4)
+    t.cut(last)
     t.went_back()
+    t.installed(p.log.content(4))
+    assert bool(take(p.drain(), EvaluateState)) is again
+
+
+def test_a_crash_after_a_cut_does_not_bring_back_what_was_evaluated_of_the_branch_that_is_gone() -> None:
+    p, t = at(3, 3, evaluated=4)
+    later, _ = at(4, 4)
+    p.log.append(later.log.entry(4))
+    p.applied.rules, p.applied.index = later.applied.rules, 4
     t.installed(p.log.content(4))
     assert [e.version for e in take(p.drain(), EvaluateState)] == [4]
 

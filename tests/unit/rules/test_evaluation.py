@@ -59,6 +59,11 @@ def run_of(*tokens: int, seq_len: int = 128) -> RunSpec:
     )
 
 
+def test_how_many_tokens_are_measured_is_part_of_the_protocol() -> None:
+    """Another number would refuse every honest report of nodes of another release, without a word to them."""
+    assert limits.evaluation_tokens_max == 65_536, "raise PROTOCOL_VERSION, and mend docs/spec/wire.md"
+
+
 def test_every_evaluator_measures_the_same_tokens() -> None:
     most = limits.evaluation_tokens_max
     assert measured_tokens(run_of(4096)) == (31 * 128,)  # the last token is only predicted

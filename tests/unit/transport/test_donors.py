@@ -13,6 +13,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import digest_of
 from p2pdiloco_node.ports import Purpose
+from p2pdiloco_node.transport import fetching
 
 DATA = hashlib.shake_128(b"a blob").digest(1_500_000)
 NAME = digest_of(DATA)
@@ -118,13 +119,29 @@ async def test_what_would_cost_too_much_to_see_is_held_against_nobody(
     assert one.client.traffic.down_data == 0
 
 
-async def test_a_part_of_what_is_too_large_is_no_reason_to_believe_it(ends: Any) -> None:
-    """Bytes from the middle on show nothing: the next try has all of them."""
+@pytest.mark.parametrize("lies", [False, True])
+async def test_what_is_too_large_is_judged_from_its_first_byte_and_a_part_here_stays(
+    ends: Any, lies: bool
+) -> None:
+    """Bytes from the middle on show nothing; and a lie made a node throw away what it had."""
+    one, two = await ends(2)
+    two.blobs.put(NAME, DATA, Purpose.SNAPSHOT)
+    if lies:
+        two.blobs.path(NAME).write_bytes(bytes(len(DATA)))
+    one.blobs.append_part(NAME, 0, DATA[:500], LARGE, Purpose.SNAPSHOT)
+    with pytest.raises(TransportError if lies else OperatorError, match="TOO_BIG" if lies else "run's owner"):
+        await one.client.fetch(NAME, LARGE, [two.peer], Purpose.SNAPSHOT, of_spec=True)
+    assert list(one.client.strikes.listed()) == ([two.peer] if lies else [])
+    assert one.blobs.part_size(NAME) == 500
+
+
+async def test_who_tells_two_sizes_is_a_liar(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = await ends(2)
     two.blobs.put(NAME, DATA, Purpose.SNAPSHOT)
     one.blobs.append_part(NAME, 0, DATA[:500], LARGE, Purpose.SNAPSHOT)
-    with pytest.raises(TransportError, match="it lies, or"):
+    told = iter([(500, len(DATA)), (0, LARGE)])
+    monkeypatch.setattr(fetching, "_extent", lambda _: next(told))
+    with pytest.raises(TransportError, match="it told two sizes"):
         await one.client.fetch(NAME, LARGE, [two.peer], Purpose.SNAPSHOT, of_spec=True)
-    with pytest.raises(OperatorError, match="the run's owner"):
-        await one.client.fetch(NAME, LARGE, [two.peer], Purpose.SNAPSHOT, of_spec=True)
-    assert one.client.strikes.listed() == {}
+    assert list(one.client.strikes.listed()) == [two.peer]
+    assert one.blobs.part_size(NAME) == 500

@@ -1,44 +1,22 @@
-"""The owner's tool without a swarm: what a key has signed, whom a word names, where a run is."""
+"""The owner's tool without a swarm: whom a word names, where a run is, what a slip is told."""
 
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.ids import PeerId, RunId
+from p2pdiloco.ids import PeerId
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.export.log_reader import LogReader
-from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.seen_run import Host, SeenRun, link_of
 from p2pdiloco_node.owner.words import find_peer
 from p2pdiloco_node.progress import Quiet
-
-RUN = RunId(b"r" * 32)
-
-
-def test_a_ledger_remembers_for_each_run(tmp_path: Path) -> None:
-    key = tmp_path / "owner.key"
-    assert Ledger(key).of(RUN) == Signed()
-    Ledger(key).note(RUN, Signed(2, 9))
-    Ledger(key).note(RunId(b"s" * 32), Signed(0, 1))
-    assert Ledger(key).of(RUN) == Signed(2, 9)
-    assert Ledger(key).of(RunId(b"s" * 32)) == Signed(0, 1)
-    assert stat.S_IMODE((tmp_path / "owner.key.signed").stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"a": {"epoch": -1}}', '{"a": {"term": 1}}', "x" * 2**21])
-def test_a_damaged_ledger_is_said_and_nothing_is_signed_over_it(tmp_path: Path, content: str) -> None:
-    (tmp_path / "owner.key.signed").write_text(content)
-    with pytest.raises(OperatorError, match="put it back from a backup"):
-        Ledger(tmp_path / "owner.key").note(RUN, Signed(1, 1))
-    assert (tmp_path / "owner.key.signed").read_text() == content
 
 
 def seen_with(**names: str) -> SeenRun:
