@@ -264,6 +264,7 @@ portion_bytes = 64 * MIB  # of text that one process reads at a time; in memory
 bucket_bytes = 32 * MIB  # of text that one process orders and tokenises at a time; in memory
 making_jobs_max = 64  # processes; each takes some 300 MB
 making_told_s = 1.0  # between two looks at how far the making is
+making_stop_s = 3.0  # from Ctrl-C: a call of a library that runs for longer is ended with its process
 tokenizer_vocab_max = 2**18  # of a tokenizer trained here; more would be embeddings and little else
 tokenizer_ids_max = 2**22  # of a tokenizer.json; the largest in use have 2**18
 tokenizer_sample_bytes_max = 128 * MIB  # of text that a tokenizer is trained on; more changes few merges

@@ -30,6 +30,9 @@ PIECES = re.compile(
     re.DOTALL,
 )
 NUMBER = re.compile("[0-9]+")
+# A group that stands for another one, or for itself, is written out once more at each: doubling sixty times
+# takes sixty lines. No tokenizer's expression has it.
+CALL = re.compile(r"\\g|\(\?(?:R|&|P>|[+-]?[0-9])")
 
 Growth = Callable[[Mapping[str, Any]], int]
 """How many times longer a part may make any text, in bytes; raises TypeError, KeyError or ValueError."""
@@ -72,6 +75,8 @@ def _replacing(part: Mapping[str, Any]) -> int:
     if kind == "Regex":
         if len(pattern) > limits.tokenizer_pattern_chars_max:
             raise ValueError("its pattern is longer than any")
+        if any(CALL.match(pattern, piece.start()) for piece in PIECES.finditer(pattern)):
+            raise ValueError("its pattern calls a group of its own")
         if _repeats(pattern) > limits.tokenizer_repeats_max:
             raise ValueError(f"its pattern repeats a part more than {limits.tokenizer_repeats_max} times")
         found = 0

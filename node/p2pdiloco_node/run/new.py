@@ -11,6 +11,7 @@ The owner's key is never in DIR: whoever serves a run must not be able to speak 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
 import signal
@@ -28,7 +29,7 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import FILES, USAGE
+from p2pdiloco.exit_codes import FILES, INTERRUPTED, USAGE
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
@@ -265,6 +266,10 @@ def stoppable(out: Path, told: Told) -> Iterator[None]:
         except asyncio.CancelledError:
             if (out / MAKING).exists():
                 told.say("Stopped. The same command goes on where it was.")
+            # A library's call that a thread is in cannot be stopped, and the loop waits for threads.
+            end = threading.Timer(limits.making_stop_s, os._exit, (INTERRUPTED,))
+            end.daemon = True
+            end.start()
             raise
 
 

@@ -138,7 +138,7 @@ def test_tokenizers_of_todays_models_are_let_through(name: str) -> None:
         "([)]a{1000})(b){1000}",
         "(?i:a{1000})(?i)(?=b{1000})(?<!c{9})(?<n>d){1000}", "[[:alpha:])]{1000}(b){1000}",
         "[:(]{1000}(b){1000}",
-        "a{1000}+b{1000}?", "(a{1000}|b){1}",
+        "a{1000}+b{1000}?", "(a{1000}|b){1}", r"\\g<a>", "(?-i:a)(?<n>b)",
     ],
 )  # fmt: skip
 def test_repeats_beside_each_other_do_not_multiply(pattern: str) -> None:
@@ -196,6 +196,15 @@ NEVER = {
         {"pre_tokenizer": split("((a{99}){9,99}){,99}")},
         "repeats a part",
     ),
+    "a group that calls another, sixty times two": (
+        {
+            "pre_tokenizer": split(
+                "".join(f"(?<a{i}>\\g<a{i + 1}>\\g<a{i + 1}>)" for i in range(60)) + "(?<a60>a)"
+            )
+        },
+        "calls a group",
+    ),
+    "a group in itself": ({"pre_tokenizer": split("(a(?0)?b)")}, "calls a group"),
     "words of any length": (
         {"model": {"type": "WordPiece", "vocab": {"a": 0}, "max_input_chars_per_word": 10**9}},
         "words of more than 1000",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import INTERRUPTED
 from p2pdiloco.run_spec import RunSpec, TensorSpec, open_run_spec
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
@@ -194,3 +196,19 @@ def test_two_calls_at_once_do_not_overwrite_each_other_s_run(
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"blobs", "spec.bin", "witness.key"}
     with pytest.raises(OperatorError, match="already holds a run"):
         asyncio.run(create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key"))
+
+
+def test_a_library_s_call_that_never_ends_does_not_outlive_ctrl_c(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, signal, sys, threading; from pathlib import Path\n"
+        "from p2pdiloco import limits; from p2pdiloco_node.progress import Quiet\n"
+        "from p2pdiloco_node.run.new import stoppable\n"
+        "limits.making_stop_s = 0.1\n"
+        "async def make():\n"
+        "    with stoppable(Path(sys.argv[1]), Quiet()):\n"
+        "        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)\n"
+        "        await asyncio.to_thread(threading.Event().wait)\n"
+        "asyncio.run(make())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert ended.returncode == INTERRUPTED
