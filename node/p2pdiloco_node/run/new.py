@@ -281,10 +281,21 @@ def sigterm_is_ctrl_c() -> Iterator[None]:
     ):
         yield
         return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    loop, task, ended = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert task is not None
+
+    def end() -> None:  # SIGINT itself may be ignored, as it is for what a script starts with `&`
+        nonlocal ended
+        ended = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
     try:
         yield
+    except asyncio.CancelledError:
+        if ended:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
 

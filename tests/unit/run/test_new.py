@@ -112,19 +112,24 @@ def test_what_a_killed_call_left_of_version_0_is_taken_up(tmp_path: Path) -> Non
     check_folder(tmp_path)
 
 
-def test_sigterm_cleans_up_as_ctrl_c_does() -> None:
+@pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN])  # the second: `command &`
+def test_sigterm_cleans_up_as_ctrl_c_does(ctrl_c: Any) -> None:
     cleaned = []
+    before = signal.signal(signal.SIGINT, ctrl_c)
 
     async def life() -> None:
         with sigterm_is_ctrl_c():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
-                await asyncio.Event().wait()
+                await asyncio.wait_for(asyncio.Event().wait(), 30)
             finally:
                 cleaned.append(1)
 
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(life())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(life())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert cleaned == [1]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
