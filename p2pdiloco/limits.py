@@ -13,7 +13,7 @@ string_bytes_max = 4 * KIB  # longest text inside one message
 name_chars_max = 32  # a node's name: one table cell
 body_bytes_max = 48 * KIB  # a log body with 32 contributions is about 8 KiB
 run_spec_bytes_max = 4 * MIB  # 100,000 shards of 40 bytes
-entries_per_message_max = 16  # a follower asks again; keeps a reply under message_bytes_max
+entries_per_message_max = 64  # a follower asks again; where entries are large, fewer (message_bytes_max / 2)
 nesting_max = 16  # deepest message nesting in use is 5
 
 # Data plane
@@ -40,6 +40,7 @@ in_flight_max = 2  # unsettled deltas of one node in a fragment (algorithm.md 3,
 pass_prolonged_factor = 4  # a prolonged pass: at most 4 H steps (algorithm.md 3)
 headerless_s_max = 3600.0  # a delta that voters HAVE and whose header never came here is forgotten
 snapshot_donors_max = 8  # peers asked for a snapshot, and offers compared
+snapshot_ask_s_min = 1.0  # donors whose offers came before the entries are asked again after so long
 snapshot_patience_heartbeats = 6  # nobody offers a snapshot for so long: apply the entries one by one
 catch_up_versions_max = 16  # further behind than this a snapshot is cheaper than the entries
 leave_s_max = 3.0  # a leaving voter waits so long for its seat to be handed over

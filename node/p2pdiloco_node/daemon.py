@@ -370,8 +370,9 @@ class Daemon:
     async def _begin_training(self) -> None:
         """When there is something to train on and this node has what the swarm has."""
         await self.shards.ready.wait()
-        self.telemetry.state, self.telemetry.why = "syncing", "catching up with the swarm"
-        while not self.participant.caught_up():  # noqa: ASYNC110 - rare, and time is part of it
+        self.telemetry.state = "syncing"
+        while not self.participant.caught_up():
+            self.telemetry.why = self.participant.catching_up()
             await asyncio.sleep(CATCH_UP_POLL_S)
         self.telemetry.why = "the trainer starts"
         self.desk.may_train()

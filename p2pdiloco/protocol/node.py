@@ -150,8 +150,7 @@ class Node:
             due.append(self._aggregation.wake_at)
         if self._election.may_vote() and self._log.committee.size > 1:
             due.append(self._election.due)
-        if self._leaving.wake_at is not None:
-            due.append(self._leaving.wake_at)
+        due += [at for at in (self._leaving.wake_at, self._sync.wake_at) if at is not None]
         return min(due)
 
     def handle(self, event: ev.Event, now: float) -> list[Action]:

@@ -99,6 +99,7 @@ class Recovery:
         if epoch < self._ballot.epoch:
             return  # a chain that the owner ended
         plain: list[Entry] = []
+        before = self._log.index
         for entry in m.entries:
             body = open_body(entry.body)
             if self._leads_elsewhere(entry, len(plain)):
@@ -116,6 +117,8 @@ class Recovery:
             else:
                 plain.append(entry)
         self._append_new(plain)
+        if self._log.index == before and open_body(m.entries[-1].body).index <= before:
+            return  # an answer to a second question: whoever was asked for what follows is asked already
         if m.head > self._log.index:
             self._ctx.send(sender, EntriesWanted(self._log.index + 1))
 

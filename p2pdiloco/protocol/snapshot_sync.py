@@ -27,6 +27,9 @@ class SnapshotSync:
         self._applied = applied
         self._own = [offer for offer in own if self._is_certified(offer)]
         self._asked_at: float | None = None
+        self._asked_last = 0.0
+        self._asked: tuple[PeerId, ...] = ()
+        self._early: int | None = None  # the lowest index on offer that the log has not come to
         self._patient = False
         self._fetching: tuple[SnapshotOffer, RulesState] | None = None
         self._offers: dict[int, tuple[SnapshotOffer, RulesState, set[PeerId]]] = {}
@@ -37,6 +40,17 @@ class SnapshotSync:
     @property
     def fetching(self) -> bool:
         return self._fetching is not None or self._abandoned is not None
+
+    @property
+    def wake_at(self) -> float | None:
+        """When `tick` has something to do though nothing was heard."""
+        at = self._asked_last + limits.snapshot_ask_s_min
+        return at if self._came_early and not self.fetching and at > self._ctx.now else None
+
+    @property
+    def _came_early(self) -> bool:
+        """Whether the log has come to what was on offer before."""
+        return self._early is not None and self._early <= self._log.index
 
     @property
     def newest_own(self) -> int:
@@ -122,12 +136,14 @@ class SnapshotSync:
             return self._patient
         patience = self._ctx.now - self._asked_at
         best = max((i for i in self._offers if i not in self._failed), default=None)
-        if best is not None and patience >= self._ctx.spec.committee.heartbeat_s:
+        if best is not None and (patience >= self._ctx.spec.committee.heartbeat_s or self._all_said):
             offer, rules, donors = self._offers[best]
             self._fetching = (offer, rules)
             self._ctx.say("syncing", f"fetching the snapshot of version {rules.version}")
             self._ctx.emit(FetchSnapshot(offer, rules.version, tuple(sorted(donors))))
             return True
+        if self._came_early and self._ctx.now - self._asked_last >= limits.snapshot_ask_s_min:
+            self._ask(peers)  # the entries up to what was offered were still on their way
         if patience > limits.snapshot_patience_heartbeats * self._ctx.spec.committee.heartbeat_s:
             self._ask(peers)
             self._asked_at = self._ctx.now
@@ -149,14 +165,25 @@ class SnapshotSync:
         return SnapshotOffer(0, genesis.params, genesis.momentum, encode(rules)), rules
 
     def _ask(self, peers: list[PeerId]) -> None:
-        for peer in peers[: limits.snapshot_donors_max]:
+        self._asked_last, self._early = self._ctx.now, None
+        self._asked = tuple(peers[: limits.snapshot_donors_max])
+        for peer in self._asked:
             self._ctx.send(peer, SnapshotWanted())
+
+    @property
+    def _all_said(self) -> bool:
+        """Whether whoever was asked has offered something that can be used."""
+        said = {p for i, (_, _, donors) in self._offers.items() if i not in self._failed for p in donors}
+        return said.issuperset(self._asked)
 
     def on_offer(self, peer: PeerId, offer: SnapshotOffer) -> None:
         """Raises: PeerError BAD_SNAPSHOT if it does not hash to what was certified."""
         # A damaged state is replaced by an older one too: without it there may be no newer one ever.
         useful = self._applied.diverged or offer.index > self._applied.index
-        if self._asked_at is None or not useful or not 0 < offer.index <= self._log.index:
+        if self._asked_at is None or not useful or offer.index <= 0:
+            return
+        if offer.index > self._log.index:
+            self._early = offer.index if self._early is None else min(self._early, offer.index)
             return
         known = self._offers.get(offer.index)
         if known is not None and known[0] == offer:

@@ -311,6 +311,17 @@ class Participant:
         """Whether this node may begin to train: it has what a quorum of its committee has (heads.py)."""
         return self.node is not None and self.heads.caught_up(self.node.index, self.node.committee)
 
+    def catching_up(self) -> str:
+        """In words, and how far it is."""
+        words = "catching up with the swarm"
+        node = self.node
+        there = self.heads.said_by_quorum(node.committee) if node is not None else None
+        if node is None or not there:
+            return words
+        if node.certified_index < there:
+            return f"{words}, {node.certified_index} of {there} log entries are here"
+        return f"{words}, its log is here"
+
     def _knows(self, peer: PeerId) -> bool:
         """Whether the log knows this peer: it has a seat, or deltas of it were accepted."""
         node = self.node

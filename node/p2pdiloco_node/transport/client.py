@@ -223,7 +223,7 @@ class Client:
             return
         if reason == "WRONG_RECEIVER":
             raise _Misdirected(f"{answer.url.origin()} is not peer {short(peer)}")
-        text = f"peer {short(peer)} refused a {type(message).__name__}: {reason}"
+        text = f"peer {short(peer)} refused {type(message).__name__}: {reason}"
         log.info("%s (%s)", text, str(said.get("detail", ""))[:200].removeprefix(f"{reason}: "))
         again = answer.status == 429 or answer.status >= 500
         raise TransportError(text, retry_after_s=retry_after_s(answer) if again else None)

@@ -73,16 +73,16 @@ def fetches(world: World) -> list[FetchSnapshot]:
     return take(world.p.drain(), FetchSnapshot)
 
 
-def test_it_asks_waits_a_heartbeat_and_fetches_the_newest_offer(world: World) -> None:
+def test_it_asks_waits_for_those_it_asked_and_fetches_the_newest_offer(world: World) -> None:
     assert world.tick()
     assert [sent(world.p.ctx.out, SnapshotWanted, d) for d in DONORS] == [[SnapshotWanted()]] * 3
     world.p.drain()
     world.sync.on_offer(A.peer_id, world.offers[16])
     world.sync.on_offer(B.peer_id, world.offers[32])
-    world.sync.on_offer(WITNESS.peer_id, world.offers[32])
     assert world.tick()
     assert fetches(world) == []
-    assert world.tick(BEAT)
+    world.sync.on_offer(WITNESS.peer_id, world.offers[32])
+    assert world.tick()
     (fetch,) = fetches(world)
     assert (fetch.offer, fetch.version) == (world.offers[32], 32)
     assert set(fetch.donors) == {B.peer_id, WITNESS.peer_id}
@@ -130,6 +130,29 @@ def test_offers_that_nobody_asked_for_or_can_use(world: World) -> None:
     world.p.drain()
     world.tick(BEAT)
     assert fetches(world) == []
+
+
+def test_an_offer_that_was_newer_than_the_log_is_asked_for_again(long: World) -> None:
+    """A joiner's log comes in pieces; all offers that came before its end were for nothing."""
+    world = World(0)
+    entries = long.chain.entries
+    world.p = Parts(RUN, C, Restored(entries=tuple(entries[:20])))
+    world.sync = SnapshotSync(world.p.ctx, world.p.log, world.p.applied, ())
+    world.tick()
+    world.sync.on_offer(A.peer_id, long.offers[32])
+    for entry in entries[20:]:
+        world.p.log.append(entry)
+    world.p.drain()
+    again = limits.snapshot_ask_s_min
+    assert world.sync.wake_at == world.p.ctx.now + again
+    for seconds, asked in ((again / 2, []), (again / 2, [SnapshotWanted()]), (again / 2, [])):
+        assert world.tick(seconds)
+        assert sent(world.p.drain(), SnapshotWanted, A.peer_id) == asked
+    assert world.sync.wake_at is None
+    world.sync.on_offer(A.peer_id, long.offers[32])
+    assert world.tick()
+    (fetch,) = fetches(world)
+    assert fetch.version == 32
 
 
 def test_without_any_offer_it_goes_through_the_entries_and_still_asks(world: World) -> None:

@@ -238,7 +238,7 @@ async def test_a_peer_whose_content_the_rules_refuse_is_struck(ends: Any) -> Non
     await one.client.send(two.peer, Goodbye("x"))
     await one.client.drain(2)
     assert two.server.strikes.total(one.peer) == 1
-    assert "refused a Goodbye: MALFORMED" in one.lost[0][1]
+    assert "refused Goodbye: MALFORMED" in one.lost[0][1]
 
 
 async def test_a_full_queue_of_events_is_503_and_not_held_against_anybody(ends: Any) -> None:
