@@ -56,7 +56,9 @@ async def read_capped(answer: aiohttp.ClientResponse, bytes_max: int, pace: Pace
     if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise TransportError("the answer is encoded")
     length = answer.content_length
-    if length is None or length > bytes_max:
+    if length is None:
+        raise TransportError("an answer without a length")
+    if length > bytes_max:
         raise TransportError(f"an answer of {length} bytes, at most {bytes_max} expected")
     pace = pace or Pace(total_s=limits.request_timeout_s)
     return b"".join([part async for part in read_parts(answer.content, length, pace)])
