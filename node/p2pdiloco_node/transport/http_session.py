@@ -4,6 +4,7 @@ decompression, every answer capped, every wait bounded (traps.md, targets H4).""
 from __future__ import annotations
 
 import json
+import ssl
 from math import isfinite
 from typing import Any
 
@@ -82,3 +83,23 @@ def retry_after_s(answer: aiohttp.ClientResponse) -> float:
     except ValueError:
         return limits.retry_after_s
     return min(max(wait, 0.1), limits.retry_after_s_max) if isfinite(wait) else limits.retry_after_s
+
+
+def what_happened(error: BaseException, what: str) -> str:
+    """A word or two for people. `what`: which daemon was asked for."""
+    match error:
+        case TimeoutError() | aiohttp.ServerTimeoutError():
+            return "no answer in time"
+        case aiohttp.ClientConnectorDNSError():
+            return "this name is not known"
+        case aiohttp.ClientConnectorSSLError() | aiohttp.ClientConnectorCertificateError() | ssl.SSLError():
+            return "no valid TLS there; is it http:// perhaps?"
+        case aiohttp.ClientConnectorError():
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            return "refused" if refused else (error.os_error.strerror or "not reachable")
+        case aiohttp.ServerDisconnectedError() | ConnectionError():
+            return "it hung up"
+        case aiohttp.ClientResponseError() | aiohttp.http_exceptions.HttpProcessingError():
+            return f"answered, but is not a p2pdiloco {what}"
+        case _:
+            return type(error).__name__
