@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def print_export(options: Options) -> int:
     print(
         f"Version {facts['version']} of run {facts['run']['name']} ({facts['run']['id'][:16]}) is in "
         f"{options.out}: {files}, {size / 1e6:,.1f} MB, {facts['weights']['dtype']}.\n"
-        f"Let it talk: p2pdiloco generate --from {options.out} --prompt 'Once upon a time'"
+        f"Let it talk: p2pdiloco generate --from {shlex.quote(str(options.out))} --prompt 'Once upon a time'"
     )
     return 0
 
