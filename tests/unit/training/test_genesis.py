@@ -91,7 +91,7 @@ async def test_a_refused_model_leaves_nobody_at_work(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(version_0, "GENESIS", (sys.executable, "-c", answers))
     monkeypatch.setattr(version_0, "last_words", listen_for_ever)
     async with asyncio.timeout(60):
-        with pytest.raises(OperatorError, match="refused: b'.x07'"):
+        with pytest.raises(OperatorError, match=r"refused: b'\\x07'"):
             await version_0._run(b"", unheard, refuse)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
