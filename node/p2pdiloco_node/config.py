@@ -44,6 +44,18 @@ TYPE_WORDS = {
     "str": "text",
     "array": "a list",
 }
+# What Kubernetes sets beside a Service named p2pdiloco or p2pdiloco-..., and Docker's --link for such a name.
+ADDRESS_SET = r"(?:tcp|udp|sctp)://\S+"
+OF_A_SERVICE = re.compile(
+    rf"{PREFIX}(?:\w+_)?(?:"
+    r"SERVICE_HOST=[0-9a-fA-F.:]+"
+    r"|SERVICE_PORT(?:_\w+)?=\d+"
+    rf"|PORT={ADDRESS_SET}"
+    rf"|PORT_\d+_(?:TCP|UDP|SCTP)(?:={ADDRESS_SET}|_ADDR=[0-9a-fA-F.:]+|_PORT=\d+|_PROTO=(?:tcp|udp|sctp))"
+    r"|NAME=/[^/\s]+/\S+"
+    r"|ENV_\w+=.*)",
+    re.DOTALL,
+)
 INTERNAL = ("die_with_parent",)  # between our own programs, nothing that a person sets
 SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]i?B)", re.IGNORECASE)
 SIZE_UNITS = {f"{letter}B": 1000 ** (n + 1) for n, letter in enumerate("KMGT")} | {
@@ -157,11 +169,14 @@ def load(
 
 def check_variables(environment: Mapping[str, str]) -> None:
     """For every command that reads one: those of another command are no slip. Raises: OperatorError."""
-    known = sorted(PREFIX + word for word in {*map(str.upper, _all_fields()), *RESERVED})
+    known = sorted({*map(str.upper, _all_fields()), *RESERVED})
     for variable in sorted(v for v in environment if v.startswith(PREFIX)):
-        if variable not in known:
-            close = nearest(variable.upper(), known)
-            raise OperatorError(f"Unknown environment variable {variable}{close or '.'}", FILES)
+        word = variable.removeprefix(PREFIX)
+        if word not in known and not OF_A_SERVICE.fullmatch(f"{variable}={environment[variable]}"):
+            # Without the prefix, which would make any two names near.
+            close = nearest(word.upper(), known, prefix=PREFIX)
+            where = ": the names are those of the flags in p2pdiloco node --help and tracker --help"
+            raise OperatorError(f"Unknown environment variable {variable}{close or where + '.'}", FILES)
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -196,10 +211,10 @@ def in_a_line(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """`; did you mean X?` or nothing."""
+def nearest(word: str, words: Iterable[str], *, prefix: str = "") -> str:
+    """`; did you mean X?` or nothing. `prefix`: of all of them, as they are shown."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {prefix + close[0]!r}?" if close else ""
 
 
 def parse_host_port(text: str, what: str) -> HostPort:

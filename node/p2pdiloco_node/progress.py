@@ -28,7 +28,8 @@ class Told(Protocol):
     def progress(self, what: str, done: float, total: float = 1.0, unit: str = "", doing: str = "") -> None:
         """`done` of `total` in `unit` ("bytes", "shards", or none); a total of 0 is one that nobody knows.
 
-        `doing`: what a step without a unit is at.
+        `doing`: what a step without a unit is at. Such a step ends with all of `total` done: what comes
+        behind it may be silent, and is not its time.
         """
         ...
 
@@ -88,12 +89,17 @@ class Shown:
     """The step that is under way, for one of the two below."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._pace = Pace(clock)
         self._lock = threading.Lock()
         self._step: Step | None = None
 
     def progress(self, what: str, done: float, total: float = 1.0, unit: str = "", doing: str = "") -> None:
         with self._lock:
+            if not unit and done >= total > 0:
+                self._step, self._pace = None, Pace(self._clock)
+                self._end()
+                return
             self._step = Step(what, done, total, unit, doing)
             self._draw(self._step, self._pace.words(*self._step))
 
@@ -106,13 +112,16 @@ class Shown:
     def _draw(self, step: Step, words: str) -> None:
         raise NotImplementedError
 
+    def _end(self) -> None:
+        """No step is under way; one of the same name is another."""
+        raise NotImplementedError
+
 
 class Lines(Shown):
     """Plain lines: each step when it begins, then its pace every ten seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, on_stderr: bool = False) -> None:
         super().__init__(clock)
-        self._clock = clock
         self._on_stderr = on_stderr
         self._what = ""
         self._said_at = 0.0
@@ -129,6 +138,9 @@ class Lines(Shown):
         elif words and (now - self._said_at >= LINE_EVERY_S or (self._left and step.done >= step.total > 0)):
             self._said_at, self._left = now, bool(step.unit) and step.done < step.total
             self.say(f"{step.what}: {words}")
+
+    def _end(self) -> None:
+        self._what = ""
 
 
 class Bar(Shown):
@@ -153,6 +165,11 @@ class Bar(Shown):
         # Without a count the bar only moves.
         total = step.total if step.unit and step.total else None
         self.bars.update(self._row, completed=step.done, total=total, words=words)
+
+    def _end(self) -> None:
+        if self._row is not None:
+            self.bars.remove_task(self._row)
+        self._row = None
 
 
 @contextmanager

@@ -27,6 +27,7 @@ FORMAT = 1
 GAP_NOTED_S = 0.5  # shorter pauses between inner steps are noise of the machine
 GAPS_KEPT = 256
 EVENTS_KEPT = 64
+LAST_TRY_CHARS = 120  # a line at the terminal has more to say
 VERSION_LINE_EVERY_S = 3.0  # a small model's versions come several a second
 ON_THE_WAY = {Outcome.NOTED: "announced", Outcome.HELD: "held"}  # what is decided is written large
 TONES = {"training": "good", "joining": "busy", "syncing": "busy", "waiting": "warn", "paused": "quiet",
@@ -89,6 +90,7 @@ class Now(NamedTuple):
     loss: float | None
     tokens_per_s: float | None
     last_outcome: str
+    last_try: str  # the newest reason why a fetch that the node waits for gave nothing
 
 
 def state_words(word: str, why: str) -> str:
@@ -159,6 +161,8 @@ class Telemetry:
         self._staleness: float | None = None
         self._last_outcome = ""
         self._refused: dict[Digest, Outcome] = {}
+        self._fetches = ""  # `why` while the first blobs are fetched
+        self._last_try = ("", "")  # (`why` at that time, what a donor did that gave nothing)
         self._lacks = ""  # data that nobody has, while training goes on
         self._version_said_at = float("-inf")
         self._said: deque[Said] = deque(maxlen=EVENTS_KEPT)
@@ -256,7 +260,11 @@ class Telemetry:
 
     def fetching(self, what: str, done: int, total: int) -> None:
         """Before training: so many of the blobs wanted are here."""
-        self.why = f"fetching {what}: {done} of {total}"
+        self.why = self._fetches = f"fetching {what}: {done} of {total}"
+
+    def fetch_failed(self, why: str) -> None:
+        """A donor gave nothing, or there is none. It is news for as long as nothing else came."""
+        self._last_try = (self.why, why[:LAST_TRY_CHARS])
 
     def lacks(self, what: str) -> None:
         """Data that nobody has, for the page and the terminal; empty: none."""
@@ -287,9 +295,12 @@ class Telemetry:
 
     def now(self) -> Now:
         state, why = self._state()
+        during, last_try = self._last_try
+        waits = bool(why) and why == during and why in (self._fetches, self._lacks)
         return Now(
-            state, why, self._step, self._inner_steps, self._loss, self._tokens_per_s, self._last_outcome
-        )
+            state, why, self._step, self._inner_steps, self._loss, self._tokens_per_s, self._last_outcome,
+            last_try if waits else "",
+        )  # fmt: skip
 
     def status(
         self, brain: BrainView, *, bytes_up: int, bytes_down: int, bytes_setup: int, lag_s_max: float

@@ -424,7 +424,7 @@ def _open_run(folder: Path) -> tuple[RunId, RunSpec, bytes]:
         # run new refuses a folder that holds other things.
         taken = folder.is_dir() and guarded(lambda: others_in(folder), folder)
         make = "one in another folder" if taken else "one"
-        out = "DIR" if taken else folder
+        out = "DIR" if taken else shlex.quote(str(folder))
         raise OperatorError(
             f"There is no run in {folder}: name a run's folder, or make {make} with p2pdiloco run new --out "
             f"{out}."

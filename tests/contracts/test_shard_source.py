@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from p2pdiloco.errors import TransportError
-from p2pdiloco.ids import Digest, PeerId, digest_of
+from p2pdiloco.ids import Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import BlobRef
 from p2pdiloco.sim.keys import FastSigner
 from p2pdiloco.sim.tiny_run import tiny_run
@@ -19,6 +19,7 @@ from p2pdiloco.wire.log import Committee
 from p2pdiloco_node.data.shards import Source
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.taking_part.blobs import RunBlobs
+from p2pdiloco_node.telemetry import Telemetry
 from tests.unit.data.test_shards import Node, World
 from tests.unit.transport.conftest import End, Ends, ends  # noqa: F401 - a fixture
 
@@ -30,7 +31,7 @@ def source_of(end: End, witness: PeerId, nodes: list[PeerId]) -> RunBlobs:
     owner = FastSigner("owner")
     spec = tiny_run(owner, owner.peer_id).spec
     committee = msgspec.structs.replace(spec.committee, genesis=Committee(witness, ()))
-    said: Any = None
+    said = Telemetry("n", owner.peer_id, RunId(bytes(32)), "run", role="node", pid=1, inner_steps=1)
     return RunBlobs(
         msgspec.structs.replace(spec, committee=committee), end.client, end.blobs, said,
         lambda: [witness, *nodes], Random(1),

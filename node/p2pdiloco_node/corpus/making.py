@@ -277,10 +277,12 @@ class _Making:
         is_trained_here = command.tokenizer.startswith(BPE + ":")
         if is_trained_here and not work.tokenizer.exists():
             sample = min(split.size, limits.tokenizer_sample_bytes_max)
-            self._told.progress(f"Training the tokenizer on {amount(sample)} of text", 0.0)
+            doing = f"Training the tokenizer on {amount(sample)} of text"
+            self._told.progress(doing, 0.0)
             size = int(command.tokenizer.partition(":")[2])
             for _ in self._processes.each(tokenising.train, [(self._root, size)]):
                 pass
+            self._told.progress(doing, 1.0)
         tokenizer = self._tokenizer()
         if command.tokenizer != BYTES:
             self._told.say(f"The tokenizer has {tokenizer.vocabulary.size:,} tokens.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -148,7 +149,7 @@ async def _demo(options: Options, folder: Path, owner: Path) -> int:
     for line in in_words(summary, names=names, witness_entries=witness):
         print(line)
     if options.keep is not None:
-        print(f"Kept in {options.keep}; check it with: p2pdiloco verify {options.keep}")
+        print(f"Kept in {options.keep}; check it with: p2pdiloco verify {shlex.quote(str(options.keep))}")
     print(NEXT_STEP)
     if options.json is not None:
         try:

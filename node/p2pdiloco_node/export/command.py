@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from p2pdiloco_node.export.hf_folder import Content, Folder, write_folder
 from p2pdiloco_node.export.sources import Found, check_room, from_folder, from_link, room_needed
 from p2pdiloco_node.export.weights import VALUE_BYTES, write_file
 from p2pdiloco_node.progress import BYTES, Watch, shown
-from p2pdiloco_node.storage.files import Files, guarded, lock_folder
+from p2pdiloco_node.storage.files import LOCK, Files, guarded, lock_folder
 from p2pdiloco_node.storage.scratch import remove_unlocked
 from p2pdiloco_node.training.supervisor import trainer_environment
 
@@ -61,7 +62,7 @@ def print_export(options: Options) -> int:
     print(
         f"Version {facts['version']} of run {facts['run']['name']} ({facts['run']['id'][:16]}) is in "
         f"{options.out}: {files}, {size / 1e6:,.1f} MB, {facts['weights']['dtype']}.\n"
-        f"Let it talk: p2pdiloco generate --from {options.out} --prompt 'Once upon a time'"
+        f"Let it talk: p2pdiloco generate --from {shlex.quote(str(options.out))} --prompt 'Once upon a time'"
     )
     return 0
 
@@ -200,14 +201,16 @@ def _beside(out: Path) -> Iterator[Path]:
         for part in parts:
             shutil.rmtree(part, ignore_errors=True)
         with suppress(OSError):
+            (work / LOCK).unlink(missing_ok=True)
             work.rmdir()
         os.close(fd)
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether it is such a folder, and holds nothing that is not of an export."""
+    """Whether it is such a folder, and holds an export's parts alone: an empty one may be anybody's."""
     try:
-        return {path.name for path in folder.iterdir()} <= {FETCHED, MADE}
+        names = {path.name for path in folder.iterdir()}
+        return bool(names) and names <= {FETCHED, MADE}
     except OSError:
         return False
 

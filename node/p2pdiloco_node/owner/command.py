@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -181,6 +182,7 @@ def print_forked(
         print(warning)
     print(
         f"Run {made.run.hex()}\nis ready in {out}: version 0 is version {parent.version:,} of run "
-        f"{parent.run.hex()[:16]}. Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"
+        f"{parent.run.hex()[:16]}. Serve it with: p2pdiloco tracker --run {shlex.quote(str(out))} "
+        "--listen HOST:PORT"
     )
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 
 from p2pdiloco.errors import OperatorError
@@ -52,6 +53,6 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
         )
     print(
         f"Run {made.hex()}\nis ready in {out}. Serve it with: "
-        f"p2pdiloco tracker --run {out} --listen HOST:PORT"
+        f"p2pdiloco tracker --run {shlex.quote(str(out))} --listen HOST:PORT"
     )
     return 0

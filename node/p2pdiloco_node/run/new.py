@@ -181,6 +181,7 @@ async def _create_run(
             check=check_model,
             at=lambda doing: told.progress("Looking at the model", 0.0, doing=doing),
         )
+        told.progress("Looking at the model", 1.0)
         for note in known:
             told.say(note)
         params = model.params
@@ -225,6 +226,7 @@ async def _create_run(
         )
         at("writing its blobs")
         genesis = await asyncio.to_thread(_write_genesis, params_0, put)
+        told.progress("Making version 0", 1.0)
         seats = Committee(witness.peer_id, ())
         spec = _spec(order, choice, loops, spec_model, shards, genesis, owner.public_key, seats, encoded)
         check_types(spec)

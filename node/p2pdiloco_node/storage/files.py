@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import TypeVar
 
 from p2pdiloco.errors import OperatorError
@@ -23,6 +24,9 @@ from p2pdiloco.exit_codes import FILES, RESOURCES
 T = TypeVar("T")
 Bytes = bytes | memoryview
 TEMPORARY = ".tmp"
+LOCK = ".lock"  # in a folder on NFS and the like, which lock only what is opened for writing
+LOOK_AGAIN_S = 0.01  # what is left is mostly removed within this time
+OF_A_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 class Files:
@@ -191,21 +195,68 @@ def _free(folder: Path) -> str:
 def lock_folder(folder: Path) -> int | None:
     """`folder`, made if it is not there, locked and open until it is closed; None: another process has it.
 
-    Whoever has it may remove it: then the next one gets a new folder, not the lock of one that is gone.
+    Whoever has it may remove it: then the next one gets a new folder, not the lock of one that is gone. Who
+    only removes what is left there (`lock_left`) is waited for.
 
     Raises: OSError.
     """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
+        path, flags = folder, OF_A_FOLDER
         try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fd = _locked(path, flags, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno != errno.EBADF:
+                    raise
+                path, flags = folder / LOCK, os.O_RDWR | os.O_CREAT
+                fd = _locked(path, flags, fcntl.LOCK_EX)
+            if fd is None:
+                shared = _locked(path, flags, fcntl.LOCK_SH)
+                if shared is None:
+                    return None
+                os.close(shared)
+                sleep(LOOK_AGAIN_S)
+                continue
         except FileNotFoundError:
             continue  # whoever had it was just done with it
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if folder.exists() and os.path.samestat(os.fstat(fd), folder.stat()):
-                return fd
-        except BlockingIOError:
-            os.close(fd)
-            return None
+        if _is_still(fd, path):
+            return fd
         os.close(fd)
+
+
+def lock_left(folder: Path) -> int | None:
+    """A folder that no living process has, for whoever removes it; open until it is closed. None: leave it.
+
+    Several may have it at once. Where folders themselves cannot be locked, what is left is nobody's to judge.
+
+    Raises: OSError.
+    """
+    if (folder / LOCK).exists():
+        return None
+    fd = _locked(folder, OF_A_FOLDER, fcntl.LOCK_SH)
+    if fd is None or _is_still(fd, folder):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _locked(path: Path, flags: int, how: int) -> int | None:
+    """None: another process has it. Raises: OSError."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return fd
+
+
+def _is_still(fd: int, path: Path) -> bool:
+    """Whether what is open is what has this name now."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from p2pdiloco_node.storage.files import guarded, lock_folder
+from p2pdiloco_node.storage.files import guarded, lock_folder, lock_left
 
 OURS = re.compile(r"p2pdiloco-[a-z]+-[0-9a-f]{32}")
 
@@ -26,10 +26,9 @@ def temporary_folder(kind: str) -> Iterator[Path]:
 
     `kind`: a word for people who find it. Raises: OperatorError.
     """
-    fd = None
-    while fd is None:  # another command's look may have it for a moment
-        folder = Path(tempfile.gettempdir()) / f"p2pdiloco-{kind}-{secrets.token_hex(16)}"
-        fd = guarded(lambda path=folder: lock_folder(path), folder)  # type: ignore[misc]
+    folder = Path(tempfile.gettempdir()) / f"p2pdiloco-{kind}-{secrets.token_hex(16)}"
+    fd = guarded(lambda: lock_folder(folder), folder)
+    assert fd is not None, "nobody else knows its name"
     try:
         yield folder
     finally:
@@ -50,7 +49,7 @@ def remove_unlocked(folders: Iterable[Path]) -> None:
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue  # everybody may make such a name in a temporary folder
-            fd = lock_folder(folder)
+            fd = lock_left(folder)
             if fd is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(fd)

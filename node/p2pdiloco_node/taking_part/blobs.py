@@ -70,6 +70,7 @@ class RunBlobs:
         size_max = max(chunk_sizes(self._spec.model.params))  # what its model makes, and not a byte more
         slots = asyncio.Semaphore(limits.fetches_per_node_max)
         here = 0
+        self._telemetry.fetching("pieces of version 0", here, len(wanted))
 
         async def one(digest: Digest) -> None:
             nonlocal here
@@ -91,5 +92,6 @@ class RunBlobs:
                 group.create_task(one(digest))
 
     async def _fetch(self, digest: Digest, size_max: int, donors: Sequence[PeerId], purpose: Purpose) -> None:
-        await self._client.fetch(digest, size_max, donors, purpose, of_spec=True)
+        tell = self._telemetry.fetch_failed
+        await self._client.fetch(digest, size_max, donors, purpose, of_spec=True, tell=tell)
         self.bytes_fetched += self._blobs.size(digest) or 0

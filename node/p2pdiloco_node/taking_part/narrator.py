@@ -51,8 +51,8 @@ class Narrator:
     def due(self) -> str | None:
         """The line that is to be said now: every ten seconds, and when the state or its reason changes.
 
-        A reason in which only a number changes is the same reason. A run that is over and waits for nothing
-        is said once.
+        A reason in which only a number changes is the same reason, and so is one whose last try went
+        otherwise. A run that is over and waits for nothing is said once.
         """
         now, at = self._telemetry.now(), self._clock()
         state = (now.state, COUNTS.sub("", now.why))
@@ -64,6 +64,7 @@ class Narrator:
 
     def _line(self, now: Now, brain: BrainView) -> str:
         parts = [state_words(now.state, now.why)]
+        parts += [f"last try: {now.last_try}"] if now.last_try else []
         if brain.members:
             parts.append(f"version {brain.version}")
         if now.step and now.state in ("training", "waiting"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +47,10 @@ class ModelChoice(NamedTuple):
             return presets.from_scratch(self.family, self.config, vocab_size=vocab_size, seq_len=self.seq_len)
         rows = self.config.get("vocab_size")
         if isinstance(rows, int) and rows < vocab_size:
+            own = shlex.quote(str(self.checkpoint / TOKENIZER))
             raise OperatorError(
                 f"the tokenizer has {vocab_size} tokens and the model in {self.checkpoint} knows {rows}: use "
-                f"the tokenizer it was trained with (--tokenizer {self.checkpoint / TOKENIZER}).",
+                f"the tokenizer it was trained with (--tokenizer {own}).",
                 FILES,
             )
         return dict(self.config)

@@ -153,7 +153,13 @@ async def _run(order: bytes, at: At, laid_out: Callable[[bytes], None]) -> bytes
     try:
         process.stdin.write(order)
         process.stdin.close()
-        made, last = await asyncio.gather(_answer(process.stdout, laid_out), last_words(process.stderr, at))
+        try:
+            async with asyncio.TaskGroup() as group:
+                answer = group.create_task(_answer(process.stdout, laid_out))
+                words = group.create_task(last_words(process.stderr, at))
+        except ExceptionGroup as failed:  # what one raises ends both
+            raise failed.exceptions[0] from None
+        made, last = answer.result(), words.result()
         code = await process.wait()
     finally:
         if process.returncode is None:

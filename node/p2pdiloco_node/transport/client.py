@@ -27,7 +27,7 @@ from p2pdiloco.wire.signing import Signer
 from p2pdiloco_node.ports import AddressBook, BlobStore, Purpose
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.bodies import Pace
-from p2pdiloco_node.transport.fetching import Fetcher
+from p2pdiloco_node.transport.fetching import Fetcher, Tell, unheard
 from p2pdiloco_node.transport.guards import Strikes
 from p2pdiloco_node.transport.http_session import (
     answer_head_bytes,
@@ -145,16 +145,18 @@ class Client:
         purpose: Purpose = Purpose.DELTA,
         *,
         of_spec: bool = False,
+        tell: Tell = unheard,
     ) -> None:
         """Get a blob into the store from any of `donors`, resumed at its last byte.
 
         `of_spec`: the RunSpec names it, and `size_max` is what its owner signed.
+        `tell` hears what each donor did that gave nothing.
 
         Raises:
             TransportError: none of them gave it.
             OperatorError: it cannot be stored here; RUN: it is larger than the RunSpec says.
         """
-        await self._fetcher.fetch(digest, size_max, donors, purpose, of_spec=of_spec)
+        await self._fetcher.fetch(digest, size_max, donors, purpose, of_spec=of_spec, tell=tell)
 
     @property
     def deltas_on_the_way(self) -> bool:

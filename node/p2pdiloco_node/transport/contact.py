@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from typing import NamedTuple
 
 import aiohttp
@@ -24,7 +23,7 @@ from p2pdiloco.wire.envelope import PROTOCOL_VERSION
 from p2pdiloco.wire.messages import Peers
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node import __version__
-from p2pdiloco_node.transport.http_session import read_capped, read_refusal
+from p2pdiloco_node.transport.http_session import read_capped, read_refusal, what_happened
 
 REPLY_BYTES_MAX = 128 * limits.KIB  # 64 records of up to 1 KiB, and their frame
 
@@ -126,7 +125,7 @@ async def announce(session: aiohttp.ClientSession, url: str, sealed: bytes) -> A
             said = await read_refusal(answer)
             status = answer.status
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise TransportError(_what_happened(error)) from None
+        raise TransportError(what_happened(error, "tracker")) from None
     except PeerError as error:
         raise NotATracker(f"answered what no tracker answers ({error})") from None
     reason = str(said.get("reason", ""))[:64]
@@ -153,24 +152,4 @@ async def _get(session: aiohttp.ClientSession, url: str, bytes_max: int) -> byte
     except PeerError:
         raise TransportError("the answer ended early") from None
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise TransportError(_what_happened(error)) from None
-
-
-def _what_happened(error: BaseException) -> str:
-    """A word or two for people."""
-    match error:
-        case TimeoutError() | aiohttp.ServerTimeoutError():
-            return "no answer in time"
-        case aiohttp.ClientConnectorDNSError():
-            return "this name is not known"
-        case aiohttp.ClientConnectorSSLError() | aiohttp.ClientConnectorCertificateError() | ssl.SSLError():
-            return "no valid TLS there; is it http:// perhaps?"
-        case aiohttp.ClientConnectorError():
-            refused = isinstance(error.os_error, ConnectionRefusedError)
-            return "refused" if refused else (error.os_error.strerror or "not reachable")
-        case aiohttp.ServerDisconnectedError() | ConnectionError():
-            return "it hung up"
-        case aiohttp.ClientResponseError() | aiohttp.http_exceptions.HttpProcessingError():
-            return "answered, but is not a p2pdiloco tracker"
-        case _:
-            return type(error).__name__
+        raise TransportError(what_happened(error, "tracker")) from None

@@ -25,6 +25,7 @@ from p2pdiloco_node.transport.http_session import (
     read_refusal,
     request_head_bytes,
     retry_after_s,
+    what_happened,
 )
 from p2pdiloco_node.transport.traffic import Traffic
 
@@ -32,13 +33,18 @@ CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 DONORS_MAX = 32  # donors asked for one blob, those named by a busy one included
 
 Urls = Callable[[PeerId], list[str]]
+Tell = Callable[[str], None]
+
+
+def unheard(_: str) -> None:
+    """Nobody listens."""
 
 
 class _Busy(TransportError):
     """The donor has no free slot; it may have named others."""
 
-    def __init__(self, retry_after_s: float, donors: list[PeerId]) -> None:
-        super().__init__("all slots are taken", retry_after_s)
+    def __init__(self, donor: PeerId, retry_after_s: float, donors: list[PeerId]) -> None:
+        super().__init__(f"peer {short(donor)} is busy", retry_after_s)
         self.donors = donors
 
 
@@ -89,11 +95,12 @@ class Fetcher:
         purpose: Purpose,
         *,
         of_spec: bool = False,
+        tell: Tell = unheard,
     ) -> None:
         """Into the store. Two calls for one blob take turns, and the second finds it there.
 
         `of_spec`: the RunSpec names the blob. If it is larger, that is the owner's fault and nobody's who
-        has it.
+        has it. `tell` hears what each donor did that gave nothing: to ask all may take minutes.
 
         Raises: TransportError, OperatorError (disk; RUN: the owner's fault).
         """
@@ -103,7 +110,7 @@ class Fetcher:
         try:
             async with lock, self._slots:
                 if not self._blobs.has(digest):
-                    await self._fetch(wanted, donors)
+                    await self._fetch(wanted, donors, tell)
         finally:
             self._deltas -= purpose is Purpose.DELTA
             if not lock.locked():
@@ -114,7 +121,7 @@ class Fetcher:
         """Whether a delta is on its way here, or waits for a slot."""
         return self._deltas > 0
 
-    async def _fetch(self, wanted: _Wanted, donors: Sequence[PeerId]) -> None:
+    async def _fetch(self, wanted: _Wanted, donors: Sequence[PeerId], tell: Tell) -> None:
         digest = wanted.digest
         asked = sorted(
             dict.fromkeys(donors),
@@ -124,7 +131,9 @@ class Fetcher:
         if self._blobs.part_size(digest):
             gave.add(PeerId(b""))
         alone = False  # bytes of several donors came out damaged: the whole blob from one shows who lies
-        why = TransportError(f"nobody is known who has blob {short(digest)}")
+        why = TransportError("nobody is known who may have it")
+        if not asked:
+            tell(str(why))
         for _ in range(limits.fetch_rounds_max):
             wait, again = 0.0, False
             for donor in asked:  # grows while it runs: a busy donor names others
@@ -137,7 +146,7 @@ class Fetcher:
                     async with self._place_at(donor):
                         if await self._from(donor, wanted, gave):
                             return
-                    why = TransportError(f"blob {short(digest)} came damaged")
+                    why = TransportError(f"it came damaged, last from peer {short(donor)}")
                     alone = again = alone or gave != {donor}
                     gave.clear()
                 except _Busy as busy:
@@ -145,6 +154,7 @@ class Fetcher:
                     asked += [d for d in busy.donors if d not in asked][: DONORS_MAX - len(asked)]
                 except TransportError as error:
                     why = error
+                tell(str(why))
             if not again:
                 break
             if wait:
@@ -180,7 +190,7 @@ class Fetcher:
                 self._strikes.strike(donor, "TOO_SLOW")
                 raise TransportError(f"peer {short(donor)}: {error}") from None
             except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
-                last = TransportError(f"{url}: {type(error).__name__} {error}"[:300])
+                last = TransportError(f"peer {short(donor)} at {url}: {what_happened(error, 'node')}")
                 continue
             if await asyncio.to_thread(self._blobs.finish_part, digest):
                 return True
@@ -220,7 +230,7 @@ class Fetcher:
             self._traffic.down_control += answer_head_bytes(answer)
             if answer.status == 503 or answer.status == 429:
                 said = await read_refusal(answer)
-                raise _Busy(retry_after_s(answer), _peers_in(said.get("donors")))
+                raise _Busy(donor, retry_after_s(answer), _peers_in(said.get("donors")))
             if answer.status == 416 and offset:
                 return  # nothing is left to send: what is here shows whether it is the blob
             if answer.status not in (200, 206):

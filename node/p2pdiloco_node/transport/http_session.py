@@ -4,6 +4,7 @@ decompression, every answer capped, every wait bounded (traps.md, targets H4).""
 from __future__ import annotations
 
 import json
+import ssl
 from math import isfinite
 from typing import Any
 
@@ -56,7 +57,9 @@ async def read_capped(answer: aiohttp.ClientResponse, bytes_max: int, pace: Pace
     if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise TransportError("the answer is encoded")
     length = answer.content_length
-    if length is None or length > bytes_max:
+    if length is None:
+        raise TransportError("an answer without a length")
+    if length > bytes_max:
         raise TransportError(f"an answer of {length} bytes, at most {bytes_max} expected")
     pace = pace or Pace(total_s=limits.request_timeout_s)
     return b"".join([part async for part in read_parts(answer.content, length, pace)])
@@ -80,3 +83,23 @@ def retry_after_s(answer: aiohttp.ClientResponse) -> float:
     except ValueError:
         return limits.retry_after_s
     return min(max(wait, 0.1), limits.retry_after_s_max) if isfinite(wait) else limits.retry_after_s
+
+
+def what_happened(error: BaseException, what: str) -> str:
+    """A word or two for people. `what`: which daemon was asked for."""
+    match error:
+        case TimeoutError() | aiohttp.ServerTimeoutError():
+            return "no answer in time"
+        case aiohttp.ClientConnectorDNSError():
+            return "this name is not known"
+        case aiohttp.ClientConnectorSSLError() | aiohttp.ClientConnectorCertificateError() | ssl.SSLError():
+            return "no valid TLS there; is it http:// perhaps?"
+        case aiohttp.ClientConnectorError():
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            return "refused" if refused else (error.os_error.strerror or "not reachable")
+        case aiohttp.ServerDisconnectedError() | ConnectionError():
+            return "it hung up"
+        case aiohttp.ClientResponseError() | aiohttp.http_exceptions.HttpProcessingError():
+            return f"answered, but is not a p2pdiloco {what}"
+        case _:
+            return type(error).__name__

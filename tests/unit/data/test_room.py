@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,7 +12,7 @@ import msgspec
 import pytest
 
 from p2pdiloco import limits
-from p2pdiloco.errors import OperatorError
+from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import Digest, PeerId, RunId, tagged_digest
 from p2pdiloco.run_spec import BlobRef
 from p2pdiloco.sim.keys import FastSigner
@@ -96,12 +98,25 @@ class Fetches:
     def __init__(self) -> None:
         self.asked: list[list[PeerId]] = []
         self.here: dict[Digest, int] = {}  # size asked for
+        self.refuses = ""
+        self.refused = asyncio.Event()
 
     async def fetch(
-        self, digest: Digest, size_max: int, donors: list[PeerId], _purpose: Any, *, of_spec: bool
+        self,
+        digest: Digest,
+        size_max: int,
+        donors: list[PeerId],
+        _purpose: Any,
+        *,
+        of_spec: bool,
+        tell: Callable[[str], None],
     ) -> None:
         assert of_spec, "what is larger is its owner's fault"
         self.asked.append(donors)
+        if self.refuses:
+            tell(self.refuses)
+            self.refused.set()
+            raise TransportError(self.refuses)
         self.here[digest] = size_max
 
     def has(self, digest: Digest) -> bool:
@@ -111,6 +126,10 @@ class Fetches:
         return 7
 
 
+def new_telemetry(peer: PeerId) -> Telemetry:
+    return Telemetry("n", peer, RunId(bytes(32)), "run", role="node", pid=1, inner_steps=1)
+
+
 async def test_every_line_carries_its_share_of_the_data() -> None:
     """Two nodes are asked before the witness, each time others; a peer more or less changes nothing."""
     owner = FastSigner("owner")
@@ -118,7 +137,7 @@ async def test_every_line_carries_its_share_of_the_data() -> None:
     witness = PeerId(spec.committee.genesis.witness)
     nodes = [PeerId(tagged_digest("node", bytes([n]))) for n in range(30)]
     client: Any = Fetches()
-    telemetry: Any = None
+    telemetry = new_telemetry(owner.peer_id)
     blobs = RunBlobs(spec, client, client, telemetry, lambda: [witness, *nodes], Random(1))
     assert blobs.deltas_on_the_way
     assert blobs.donors()[0] == witness
@@ -138,10 +157,39 @@ async def test_a_piece_of_version_0_is_no_larger_than_the_model_makes_it() -> No
     owner = FastSigner("owner")
     spec = tiny_run(owner, owner.peer_id).spec
     client: Any = Fetches()
-    telemetry: Any = Telemetry("n", owner.peer_id, RunId(bytes(32)), "run", role="node", pid=1, inner_steps=1)
+    telemetry = new_telemetry(owner.peer_id)
     await RunBlobs(spec, client, client, telemetry, list, Random(1)).fetch_genesis()
     wanted = {*spec.genesis.params, *spec.genesis.momentum}
     assert client.here == dict.fromkeys(map(Digest, wanted), 4 * spec.model.params)
+
+
+async def test_why_version_0_or_the_first_data_do_not_come_is_known_while_they_are_waited_for() -> None:
+    """For as long as a donor was busy the node said that it asked for addresses."""
+    owner = FastSigner("owner")
+    spec = tiny_run(owner, owner.peer_id).spec
+    client: Any = Fetches()
+    client.refuses = "peer 0102 is busy"
+    telemetry = new_telemetry(owner.peer_id)
+    blobs = RunBlobs(spec, client, client, telemetry, list, Random(1))
+    waiting = asyncio.create_task(blobs.fetch_genesis())
+    async with asyncio.timeout(10):
+        await client.refused.wait()
+    now = telemetry.now()
+    assert now.why.startswith("fetching pieces of version 0: 0 of ")
+    assert now.last_try == "peer 0102 is busy"
+    waiting.cancel()
+    telemetry.fetching("data shards", 0, 2)
+    assert telemetry.now().last_try == "", "of something else"
+    with pytest.raises(TransportError):
+        await blobs.fetch_shard(BlobRef(bytes(32), 7, 7))
+    assert telemetry.now().last_try == "peer 0102 is busy"
+    telemetry.fetching("data shards", 0, 2)
+    assert telemetry.now().last_try == "peer 0102 is busy", "nothing came"
+    telemetry.fetching("data shards", 1, 2)
+    assert telemetry.now().last_try == ""
+    telemetry.why = "catching up with the swarm"
+    telemetry.fetch_failed("peer 0102 is busy")
+    assert telemetry.now().last_try == "", "nothing waits for it"
 
 
 def test_a_node_keeps_its_name_over_restarts(tmp_path: Path) -> None:

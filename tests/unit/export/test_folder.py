@@ -243,8 +243,10 @@ command.export(options, lambda *_: None)
     others = tmp_path / ".mine.export"
     others.mkdir()
     (others / "notes").write_text("mine")
+    empty = tmp_path / ".mine-too.export"
+    empty.mkdir()
     exported(run, tmp_path / name)
-    assert left_behind(tmp_path) == [others.name]
+    assert left_behind(tmp_path) == sorted([others.name, empty.name])
 
 
 def test_of_two_calls_at_once_the_second_is_told(kept_run: Make, tmp_path: Path) -> None:

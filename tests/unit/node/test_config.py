@@ -69,6 +69,13 @@ def test_a_variable_of_the_other_command_is_known_and_ignored() -> None:
         ("", {"P2PDILOCO_COFNIG": "x"}, "did you mean 'P2PDILOCO_CONFIG'?"),
         ("", {"P2PDILOCO_Threads": "2"}, "variable P2PDILOCO_Threads; did you mean 'P2PDILOCO_THREADS'?"),
         ("", {"P2PDILOCO_THREADS": "x"}, "P2PDILOCO_THREADS: threads = 'x' is not possible"),
+        (
+            "",
+            {"P2PDILOCO_FOO": "x"},
+            "variable P2PDILOCO_FOO: the names are those of the flags in p2pdiloco ",
+        ),
+        ("", {"P2PDILOCO_PORT": "7474"}, "variable P2PDILOCO_PORT"),
+        ("", {"P2PDILOCO_SERVICE_HOST": "tracker"}, "variable P2PDILOCO_SERVICE_HOST"),
     ],
 )
 def test_a_slip_is_refused_in_one_sentence(
@@ -81,6 +88,31 @@ def test_a_slip_is_refused_in_one_sentence(
     assert sentence in str(caught.value)
     assert "?." not in str(caught.value)
     assert caught.value.exit_code == 3
+
+
+def test_no_name_is_advised_that_is_near_only_by_the_prefix() -> None:
+    with pytest.raises(OperatorError) as caught:
+        load(NodeConfig, {}, environment={"P2PDILOCO_FOO": "x"})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["P2PDILOCO", "P2PDILOCO_TRACKER"])
+def test_what_kubernetes_and_docker_set_beside_a_service_of_that_name_is_no_slip(name: str) -> None:
+    """No node started in a pod beside a Service named p2pdiloco."""
+    environment = {
+        f"{name}_SERVICE_HOST": "10.0.171.239",
+        f"{name}_SERVICE_PORT": "8080",
+        f"{name}_SERVICE_PORT_HTTP": "8080",
+        f"{name}_PORT": "tcp://[fd00::1]:8080",
+        f"{name}_PORT_8080_TCP": "tcp://10.0.171.239:8080",
+        f"{name}_PORT_8080_TCP_PROTO": "tcp",
+        f"{name}_PORT_8080_TCP_PORT": "8080",
+        f"{name}_PORT_8080_TCP_ADDR": "fd00::1",
+        f"{name}_ENV_PYTHON_VERSION": "two\nlines",
+        f"{name}_ENV_http_proxy": "",
+    }
+    assert load(NodeConfig, {}, environment=environment).values == NodeConfig()
+    assert load(TrackerConfig, {}, environment={f"{name}_NAME": "/web/alias"}).values == TrackerConfig()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

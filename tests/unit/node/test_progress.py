@@ -97,6 +97,23 @@ def test_a_step_that_is_not_counted_shows_what_it_is_at_and_for_how_long(
     assert "backward pass, 25 s so far" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_step_that_is_not_counted_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """It went on for as long as something silent came behind it."""
+    clock = Clock()
+    lines, bar = Lines(clock), Bar(Console(file=io.StringIO(), force_terminal=True), clock)
+    for told in (lines, bar):
+        told.progress("Training", 0.0)
+        clock.now += 20
+        told.progress("Training", 1.0)
+        clock.now += 60
+        told.tick()
+    assert bar.bars.tasks == []
+    lines.progress("Training", 0.0)
+    clock.now += 12
+    lines.tick()
+    assert capsys.readouterr().out.splitlines() == ["Training ...", "Training ...", "Training: 12 s so far"]
+
+
 def test_a_step_that_is_counted_says_itself_when_it_moves(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     lines = Lines(clock)

@@ -50,6 +50,24 @@ def test_it_says_what_it_fetches_and_then_what_it_trains() -> None:
     assert kit.line(0.1).endswith("this node aggregates")
 
 
+def test_the_line_carries_the_newest_reason_and_is_no_flood() -> None:
+    kit = Kit()
+    kit.telemetry.fetching("pieces of version 0", 1, 3)
+    kit.telemetry.fetch_failed("peer 0102 is busy")
+    assert kit.line(0).startswith(
+        "joining: fetching pieces of version 0: 1 of 3; last try: peer 0102 is busy; version 2;"
+    )
+    kit.telemetry.fetch_failed("it came damaged, last from peer abcd")
+    assert kit.line(1) == ""
+    assert "; last try: it came damaged, last from peer abcd;" in kit.line(9)
+    kit.telemetry.fetching("pieces of version 0", 2, 3)
+    assert kit.line(10).startswith("joining: fetching pieces of version 0: 2 of 3; version 2;")
+    kit.telemetry.lacks("nobody has data shard 3")
+    kit.telemetry.stepped(3, 8, 2.5, 1234.4, 0.1, 2)
+    kit.telemetry.fetch_failed("x" * 1000)
+    assert f"training: nobody has data shard 3; last try: {'x' * 120}; version 2" in kit.line(10)
+
+
 def test_a_reason_that_begins_with_the_state_is_said_once() -> None:
     kit = Kit()
     kit.telemetry.waiting("waiting for the swarm: 2 deltas are not settled yet")

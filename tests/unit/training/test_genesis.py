@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.run_spec import ModelSpec
+from p2pdiloco_node.training import version_0
 from p2pdiloco_node.training.arrays import Floats, read_array
 from p2pdiloco_node.training.model_choice import choose_model
 from p2pdiloco_node.training.presets import config_bytes, inner_spec
@@ -70,6 +72,28 @@ def losses(spec: ModelSpec, params: Floats, model: Any) -> tuple[float, float]:
     logits = model.float()(input_ids=batch[:, :-1]).logits.detach()
     alone = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
     return loop.evaluate(tokens) / (4 * 32), float(alone)
+
+
+async def test_a_refused_model_leaves_nobody_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever listened to the process went on while it was killed."""
+    answers = (
+        "import sys, time; sys.stdout.buffer.write(bytes([0, 0, 0, 1, 7])); sys.stdout.flush(); "
+        "time.sleep(600)"
+    )
+
+    async def listen_for_ever(*_: object) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    def refuse(answer: bytes) -> None:
+        raise OperatorError(f"refused: {answer!r}")
+
+    monkeypatch.setattr(version_0, "GENESIS", (sys.executable, "-c", answers))
+    monkeypatch.setattr(version_0, "last_words", listen_for_ever)
+    async with asyncio.timeout(60):
+        with pytest.raises(OperatorError, match=r"refused: b'\\x07'"):
+            await version_0._run(b"", unheard, refuse)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_what_the_process_is_at_is_told_apart_from_what_it_says() -> None:

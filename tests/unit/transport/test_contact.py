@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from p2pdiloco.errors import OperatorError
+from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.ids import RunId
 from p2pdiloco.run_spec import RunSpec, SignedRunSpec, run_id_of, sign_run_spec
 from p2pdiloco.sim.tiny_run import tiny_run
@@ -93,3 +93,16 @@ async def test_nobody_is_sent_elsewhere() -> None:
         with pytest.raises(NotATracker, match="answered 302"):
             await fetch_run_spec(session, url, None)
         assert asked == ["/v1/version", "/v1/run"]
+
+
+async def test_an_answer_without_an_end_is_said_to_be_one() -> None:
+    """It was "an answer of None bytes"."""
+    async with serving({"/v1/version": lambda _: _without_length()}) as (session, url, _):
+        with pytest.raises(TransportError, match=r"^an answer without a length$"):
+            await greet(session, url)
+
+
+def _without_length() -> web.Response:
+    answer = web.Response(body=b"x")
+    answer.enable_chunked_encoding()
+    return answer

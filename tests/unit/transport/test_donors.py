@@ -11,7 +11,7 @@ import pytest
 
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
-from p2pdiloco.ids import digest_of
+from p2pdiloco.ids import digest_of, short
 from p2pdiloco_node.ports import Purpose
 from p2pdiloco_node.transport import fetching
 
@@ -81,6 +81,36 @@ async def test_busy_donors_name_others(ends: Any) -> None:
         await one.client.fetch(NAME, len(DATA), [two.peer], Purpose.SHARD)
     assert three.server.traffic.up_data == len(DATA)
     assert one.client.strikes.listed() == {}
+
+
+async def test_what_a_donor_did_that_gave_nothing_is_told_before_the_others_are_asked_again(
+    ends: Any,
+) -> None:
+    """A busy donor was asked again for half a minute before anything was known of it."""
+    one, busy, damaged, silent = await ends(4)
+    busy.blobs.put(NAME, DATA, Purpose.SHARD)
+    damaged.blobs.put(NAME, DATA, Purpose.SHARD)
+    damaged.blobs.path(NAME).write_bytes(bytes(len(DATA)))
+    await silent.listener.__aexit__(None, None, None)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    with ExitStack() as places:
+        for _ in range(limits.uploads_per_node_max):
+            places.enter_context(busy.server._blob_routes._outlet.held("192.0.2.1"))
+        for donor, words in (
+            (busy, f"peer {short(busy.peer)} is busy"),
+            (damaged, f"it came damaged, last from peer {short(damaged.peer)}"),
+            (silent, f"peer {short(silent.peer)} at {one.client.urls(silent.peer)[0]}: refused"),
+        ):
+            fetch = asyncio.create_task(
+                one.client.fetch(NAME, len(DATA), [donor.peer], Purpose.SHARD, tell=told.put_nowait)
+            )
+            async with asyncio.timeout(10):
+                assert await told.get() == words
+            fetch.cancel()
+            await asyncio.gather(fetch, return_exceptions=True)
+    with pytest.raises(TransportError):
+        await one.client.fetch(digest_of(b"x"), 1, [], Purpose.SHARD, tell=told.put_nowait)
+    assert told.get_nowait() == "nobody is known who may have it"
 
 
 LARGE = 1000  # bytes that a RunSpec allows where its owner named DATA
