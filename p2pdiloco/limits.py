@@ -294,6 +294,7 @@ staleness_rounds_max = 64  # clocks_kept_max holds no more where a round has 16 
 sample_prompts_max = 4  # a page's column
 sample_prompt_chars_max = 400  # of one prompt; a paragraph
 sample_prompt_tokens_max = 4 * sample_prompt_chars_max  # a character has up to four bytes, a token each
+origin_chars_max = 120  # where version 0 comes from: a run's name or RunId with a version, or a few words
 made_with_chars_max = 120  # releases of the libraries that made a run: names and numbers
 window_sequences_max = 2**23  # of shards read at once: their order takes 40 bytes each in memory
 frame_bytes_max = frame_content_bytes_max + 64 * KIB  # what does not compress grows by less than that
