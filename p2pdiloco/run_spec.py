@@ -64,7 +64,7 @@ class ModelSpec(Struct, frozen=True):
     """
 
     family: Annotated[str, Meta(pattern="^[a-z0-9_]{1,32}$")]  # transformers' model_type
-    preset: Annotated[str, Meta(max_length=64)]  # for people: llama:20m, or a file's name
+    preset: Annotated[str, Meta(max_length=64)]  # for people: llama:20m; empty: of a file
     config: Annotated[bytes, Meta(max_length=limits.model_config_bytes_max)]
     vocab_size: Annotated[int, Meta(ge=1, le=limits.model_config_int_max)]
     seq_len: Annotated[int, Meta(ge=1, le=limits.sequence_tokens_max)]  # tokens of a training sequence
@@ -248,7 +248,7 @@ class RunSpec(Struct, frozen=True):
     nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]  # two runs alike have two RunIds
     evaluators_max: Annotated[int, Meta(ge=1, le=3)] = 3  # nodes that evaluate a version
     samples: SampleSpec = SampleSpec()
-    origin: Annotated[str, Meta(max_length=120)] = ""  # of version 0: empty (initialised), or a folder's name
+    origin: Annotated[str, Meta(max_length=limits.origin_chars_max)] = ""  # of version 0; empty: initialised
     parent: Parent | None = None
 
     @property

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,16 +42,18 @@ from p2pdiloco_node.storage.data_dir import DataDir
 from p2pdiloco_node.storage.files import make_folder, replace_file
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.taking_part.announcer import Announcer
-from p2pdiloco_node.taking_part.desk import Evaluation, State, TrainerDesk
+from p2pdiloco_node.taking_part.desk import State, TrainerDesk
 from p2pdiloco_node.taking_part.fitting import fit, trainer_settings
 from p2pdiloco_node.taking_part.joining import check_named, find_run, kept_name
 from p2pdiloco_node.taking_part.narrator import Narrator
 from p2pdiloco_node.taking_part.participant import Participant, Setting
+from p2pdiloco_node.taking_part.reports import Reports
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.tracking.boards import About, Tracking, Wanted
 from p2pdiloco_node.tracking.figures import OfNode, about_run
 from p2pdiloco_node.training.checkpoints import MomentsCheckpoints
 from p2pdiloco_node.training.contributor import DiskContributor
+from p2pdiloco_node.training.frames import Evaluated
 from p2pdiloco_node.training.machine import gpus
 from p2pdiloco_node.training.ranks import check_parallel, check_ranks, find_ranks
 from p2pdiloco_node.training.supervisor import Supervisor
@@ -61,8 +64,6 @@ log = logging.getLogger("p2pdiloco.node")
 CATCH_UP_POLL_S = 0.2
 TRAINER_NICE = 5  # on a busy machine heartbeats and acks go before inner steps
 REPORT_S = 1.0  # between two reports to the page in a local run; else as often as announces
-# A report may come before its version is certified at the tracker.
-EVALUATION_SAID_TIMES, EVALUATION_SAID_EVERY_S = 5, 1.5
 
 
 def run_node(config: NodeConfig) -> int:
@@ -95,7 +96,6 @@ class Daemon:
         self._root = Path(config.data_dir).expanduser()
         check_named(self._root, self._join, self._peers)
         self._stack = AsyncExitStack()
-        self._saying: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         """Everything but the life itself. Raises: OperatorError."""
@@ -335,6 +335,9 @@ class Daemon:
             on_evaluated=self._evaluated,
             settings=trainer_settings(self.config, self._plan),
         )
+        self._reports = await self._stack.enter_async_context(
+            Reports(partial(participant.client.deliver, self._witness), self.desk.reported)
+        )
         checkpoints = MomentsCheckpoints(folders["moments"], write_durably)
         self._supervisor = Supervisor(
             folders["exchange"],
@@ -389,8 +392,7 @@ class Daemon:
             await self.participant.client.send(self._witness, report)
             await asyncio.sleep(REPORT_S if local else limits.announce_interval_s)
 
-    def _evaluated(self, evaluation: Evaluation) -> None:
-        found = evaluation.found
+    def _evaluated(self, found: Evaluated) -> None:
         self._tracked.evaluated(found)
         log.info(
             "version %d: held-out loss %.4f on %d tokens",
@@ -399,16 +401,7 @@ class Daemon:
             found.tokens[0],
         )
         sets = tuple(SetLoss(loss, tokens) for loss, tokens in zip(found.losses, found.tokens, strict=True))
-        report = EvalReport(found.version, evaluation.state_root, sets, found.samples)
-        task = asyncio.get_running_loop().create_task(self._say_evaluation(report))
-        self._saying.add(task)
-        task.add_done_callback(self._saying.discard)
-
-    async def _say_evaluation(self, report: EvalReport) -> None:
-        for n in range(EVALUATION_SAID_TIMES):
-            if n:
-                await asyncio.sleep(EVALUATION_SAID_EVERY_S)
-            await self.participant.client.send(self._witness, report)
+        self._reports.say(EvalReport(found.version, found.state_root, sets, found.samples))
 
     # Leaving.
 
@@ -449,7 +442,7 @@ class Daemon:
             else "",
         )
         await self.desk.last_evaluation()
-        await asyncio.gather(*self._saying)
+        await self._reports.said(limits.run_over_linger_s)
         await asyncio.sleep(until - asyncio.get_running_loop().time())
         await self._leave("the run is over")
 

@@ -51,7 +51,7 @@ class Restored(msgspec.Struct, frozen=True):
     held: tuple[HeldDelta, ...] = ()
     snapshots: tuple[SnapshotOffer, ...] = ()
     adopted_version: int = 0  # the version that the trainer's own work stands on
-    evaluated_version: int = -1  # newest that this node has evaluated
+    evaluated_version: int = -1  # newest that this node has evaluated and reported
 
 
 class Context:

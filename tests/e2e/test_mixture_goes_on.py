@@ -111,7 +111,8 @@ def test_a_mixture_is_trained_exported_and_trained_on(tmp_path: Path) -> None:
     assert by_transformers(model, tmp_path / "evaluate.py") == pytest.approx(before[VERSIONS], rel=0.005)
 
     spec = run_new(second, home, "--model", str(model), "--data", str(words), "--lr", "1e-3")
-    assert spec.origin
+    of_run = json.loads((model / "p2pdiloco.json").read_bytes())["run"]["id"]
+    assert spec.origin == f"version {VERSIONS} of run {of_run}"
     with finished(second) as swarm:
         after = losses(swarm)
     assert after[0] == pytest.approx(before[VERSIONS], rel=0.005), "version 0 is the exported model"

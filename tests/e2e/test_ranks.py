@@ -63,7 +63,7 @@ def all_gone(processes: list[psutil.Process], seconds: float = 5.0) -> bool:
 async def test_a_rank_is_killed_and_the_trainer_starts_again(run_folder: Path, tmp_path: Path) -> None:
     node = node_of(run_folder, tmp_path, "ddp")
     task = asyncio.create_task(node.supervisor.run())
-    await node.supervisor.evaluate(0, node.params)
+    await node.supervisor.evaluate(0, bytes(32), node.params)
     node.supervisor.allow(2, 0, "waiting for the swarm (no quorum)")
     await node.until(lambda: any(isinstance(e, frames.Waiting) for e in node.told))
     (configured,) = (e for e in node.told if isinstance(e, frames.Configured))

@@ -206,7 +206,7 @@ async def test_a_node_trains_waits_evaluates_survives_its_trainer_and_resumes(
 ) -> None:
     node = Node(run_folder, tmp_path)
     task = asyncio.create_task(node.supervisor.run())
-    await node.supervisor.evaluate(0, node.params)
+    await node.supervisor.evaluate(0, bytes(32), node.params)
     node.supervisor.allow(2, 0, "waiting for the swarm (no quorum)")
     # Two passes, then a prolonged one, then it waits.
     await node.until(lambda: any(isinstance(e, frames.Waiting) for e in node.told))
@@ -222,7 +222,7 @@ async def test_a_node_trains_waits_evaluates_survives_its_trainer_and_resumes(
     view = node.contributor.view(node.params)
     clock = 20 * node.spec.tokens_per_inner_step
     await node.supervisor.adopt(2, clock, node.spec.target_tokens, view)
-    await node.supervisor.evaluate(2, node.params)
+    await node.supervisor.evaluate(2, bytes(32), node.params)
     node.supervisor.allow(2, 2, "")
     await node.until(lambda: len(node.evaluated()) == 2 and len(node.passes()) >= 3)
     assert node.passes()[2].steps == 40

@@ -22,6 +22,7 @@ def model_card(facts: Facts) -> str:
     """Markdown, with the metadata block that model hubs read."""
     run, model, data = facts["run"], facts["model"], facts["data"]
     name = text(run["name"])
+    kind = "bytes" if data["tokenizer"]["kind"] == "bytes" else "tokenizer.json"
     lines = [
         "---",
         "library_name: transformers",
@@ -68,7 +69,7 @@ def model_card(facts: Facts) -> str:
         f"- {data['tokens']:,} training tokens in {count_of(data['shards'], 'shard')}",
         f"- Merkle root of the shards' digests: `{data['shards_root']}`",
         *_held_out(data),
-        f"- tokenizer: {data['tokenizer']['kind']}, {data['tokenizer']['vocab_size']:,} tokens"
+        f"- tokenizer: {kind}, {data['tokenizer']['vocab_size']:,} tokens"
         + "".join(f", `{digest}`" for digest in data["tokenizer"]["digests"]),
         "",
         "## Contributors",
@@ -131,7 +132,10 @@ def _where(facts: Facts) -> str:
 
 def _end(facts: Facts) -> str:
     tokens, version = f"{facts['target_tokens']:,} tokens", facts["target_version"]
-    return tokens if version is None else f"version {version:,}, or {tokens} if that comes first"
+    planned = tokens if version is None else f"version {version:,}, or {tokens} if that comes first"
+    if not facts["ended_by_owner"]:
+        return planned
+    return f"ended by its owner at {facts['tokens']:,} tokens; planned were {planned}"
 
 
 def _bytes(files: list[dict[str, Any]]) -> str:

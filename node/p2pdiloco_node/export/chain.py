@@ -41,12 +41,15 @@ class Tally:
         self.version = 0
         self.tokens = 0  # of the token clock
         self.target_tokens = 0  # as the owner extended it; 0: as in the RunSpec
+        self.ended_by_owner = False
         self.shares: dict[PeerId, Share] = {}
 
     def add(self, content: Content) -> None:
         """The next entry's content."""
         if isinstance(content, OwnerEntry) and content.word.kind == "extend":
             self.target_tokens = max(self.target_tokens, content.word.value)
+        if isinstance(content, OwnerEntry) and content.word.kind == "finish":
+            self.ended_by_owner = True
         if not isinstance(content, OuterStep):
             return
         self.version, self.tokens = content.version, content.clock
@@ -59,7 +62,7 @@ class Tally:
         """As it is now, while this one goes on."""
         other = Tally()
         other.version, other.tokens, other.shares = self.version, self.tokens, dict(self.shares)
-        other.target_tokens = self.target_tokens
+        other.target_tokens, other.ended_by_owner = self.target_tokens, self.ended_by_owner
         return other
 
 
@@ -147,9 +150,10 @@ class Chain:
         return [content for content in contents if isinstance(content, OuterStep)]
 
     def tally(self, version: int) -> Tally:
-        """Who contributed to `version`."""
+        """Who contributed to `version`, and what the owner said until the next one."""
         tally = Tally()
-        for index in range(1, self.made_at(version) + 1):
+        last = self.made_at(version + 1) - 1 if version < self.version else self.index
+        for index in range(1, last + 1):
             tally.add(self._log.content(index))
         return tally
 

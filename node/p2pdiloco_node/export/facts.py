@@ -79,6 +79,7 @@ def facts_of(origin: Origin, heard: Heard, dtype: str, weights: Sequence[Written
         "tokens": tally.tokens,
         "target_tokens": max(spec.target_tokens, tally.target_tokens),
         "target_version": spec.target_version or None,
+        "ended_by_owner": tally.ended_by_owner,  # at this version, before its targets
         "log": {"index": origin.index, "head": origin.head.hex(), "params_root": origin.params_root.hex()},
         "model": {
             "family": spec.model.family,

@@ -98,9 +98,34 @@ def _from_disk(kept: on_disk.Kept, chain: Chain, version: int, read: Read, watch
         except TransportError as error:
             why = error
     raise OperatorError(
-        f"version {version} cannot be made from what is kept in {kept.own} ({why}): older versions "
-        f"are let go. The newest is {chain.version}; a run's witness keeps most."
+        f"version {version} cannot be made from what is kept in {kept.own} ({why}): "
+        + _instead(kept, chain, version, read, watch)
     )
+
+
+def _instead(kept: on_disk.Kept, chain: Chain, version: int, read: Read, watch: Watch) -> str:
+    """What to do about a version that nothing here leads to."""
+    newest = _newest_made(kept, chain, read, watch)
+    if newest is None or newest > version:
+        other = f"The newest is {chain.version}; a run's" if newest is None else f"{newest} is here; a run's"
+        return f"older versions are let go. {other} witness keeps most."
+    return (
+        f"the log here is at version {chain.version}, and the model at version {newest}, because its node is "
+        f"still behind or was ended meanwhile. Export that with --version {newest}, let the node catch up, "
+        "or export from the run's link with --join."
+    )
+
+
+def _newest_made(kept: on_disk.Kept, chain: Chain, read: Read, watch: Watch) -> int | None:
+    """The newest version whose arrays are here as they are, checked; None: of none."""
+    for index in on_disk.state_indices(kept):
+        arrays = on_disk.read_state(kept, index, chain.spec.model.params)
+        if arrays is None or index > chain.index:
+            continue
+        at = chain.version_at(index)
+        if follow_arrays(chain, arrays, at, read, watch) is not None:
+            return at
+    return None
 
 
 async def from_link(

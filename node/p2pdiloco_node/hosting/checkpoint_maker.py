@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -110,9 +110,11 @@ class CheckpointMaker:
             self._tally = Tally()
             self._marks.clear()
         self._tally.add(content)
-        if not isinstance(content, OuterStep):
-            return
         newest = next(reversed(self._marks), None)
+        if not isinstance(content, OuterStep):
+            if newest is not None:  # what the owner says until the next version is told with this one
+                self._marks[newest] = replace(self._marks[newest], tally=self._tally.copy())
+            return
         if newest is not None and newest % limits.snapshot_every_versions:
             del self._marks[newest]  # the last version needs a mark, and there may always be another
         head = self._seen().log.head_at(index)

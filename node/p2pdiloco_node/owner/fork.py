@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, TransportError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import NO_DIGEST, Digest, RunId, digest_of, merkle_root
@@ -213,7 +214,7 @@ def _spec(
         "eval_every": run.get("eval_every", parent.eval_every),
         "evaluators_max": run.get("evaluators_max", parent.evaluators_max),
         "nonce": secrets.token_bytes(16),
-        "origin": f"version {origin.version} of {parent.name}"[:120],
+        "origin": f"version {origin.version} of {parent.name}"[: limits.origin_chars_max],
         "parent": origin,
     }
     return msgspec.structs.replace(parent, **fields)

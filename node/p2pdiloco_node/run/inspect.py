@@ -153,10 +153,10 @@ def _admission(spec: RunSpec) -> str:
 def _model(spec: RunSpec) -> list[Row]:
     model = spec.model
     return [
-        ("family", f"{model.family} ({model.preset})"),
+        ("family", f"{model.family} ({model.preset})" if model.preset else model.family),
         (
             "parameters",
-            f"{model.params:,} in {count_of(len(model.tensors), 'tensor')}, {amount(4 * model.params)}",
+            f"{model.params:,} in {count_of(len(model.tensors), 'tensor')}, {_size(4 * model.params)}",
         ),
         ("vocabulary", f"{model.vocab_size:,} tokens"),
         ("sequences", count_of(model.seq_len, "token")),
@@ -169,13 +169,15 @@ def _data(spec: RunSpec) -> list[Row]:
     data = spec.data
     tokens, size = sum(s.tokens for s in data.shards), sum(b.size for b in data.blobs)
     tokenizer, shards = data.tokenizer, count_of(len(data.shards), "shard")
+    words = "bytes" if tokenizer.kind == "bytes" else "tokenizer.json"
+    window = min(data.window_shards, len(data.shards))
     return [
         ("tokens", f"{tokens:,} in {shards}, {count_of(data.token_bytes, 'byte')} each when opened"),
         ("of the target", f"{spec.target_tokens / max(1, tokens):.2f} times over the data"),
-        ("to fetch", f"{amount(size)} in all; a node reads {count_of(data.window_shards, 'shard')} at once"),
+        ("to fetch", f"{_size(size)} in all; a node reads {count_of(window, 'shard')} at once"),
         (
             "tokenizer",
-            f"{tokenizer.kind}, {tokenizer.vocab_size:,} tokens; {tokenizer.end_token} ends a document",
+            f"{words}, {tokenizer.vocab_size:,} tokens; {tokenizer.end_token} ends a document",
         ),
         *[
             (
@@ -205,7 +207,7 @@ def _outer(spec: RunSpec) -> list[Row]:
     outer = spec.outer
     size = encoded_size(outer.codec, spec.model.tensors)
     return [
-        ("codec", f"{outer.codec}: a delta is {amount(size)} ({size:,} bytes)"),
+        ("codec", f"{outer.codec}: a delta is {_size(size)}"),
         ("error feedback", f"{outer.error_feedback_beta:g} of what was not sent is kept for later"),
         ("momentum (mu)", f"{outer.mu:g}"),
         ("step (eta)", f"{outer.eta_alone:g} alone, {outer.eta_eight:g} with eight nodes"),
@@ -255,17 +257,28 @@ def _targets(spec: RunSpec) -> list[Row]:
 
 def _traffic(spec: RunSpec, declared: Declared) -> list[Row]:
     t = traffic(spec, declared)
-    up = f"{_seconds(t.up_s)} at {declared.up_mbit:g} Mbit/s, {t.up_share:.0%} of a pass"
+    share = f"{t.up_share:.0%}" if t.up_share >= 0.005 else "less than 1%"
+    up = f"{_seconds(t.up_s)} at {declared.up_mbit:g} Mbit/s, {share} of a pass"
+    seats = "the witness alone" if t.voters == 1 else f"each of at most {t.voters} seats"
     down = f"{_seconds(t.down_s)} at {declared.down_mbit:g} Mbit/s"
     return [
-        ("up, in a pass", f"{amount(t.up_bytes)} to {count_of(t.voters, 'voter')}: {up}"),
-        ("down, in a pass", f"{amount(t.down_bytes)} with {limits.planned_nodes} nodes: {down}"),
-        ("at the beginning", f"{amount(8 * spec.model.params)} of params and momentum, and data"),
+        ("up, in a pass", f"{_size(t.up_bytes)}, a delta to {seats}: {up}"),
+        ("down, in a pass", f"{_size(t.down_bytes)} with {limits.planned_nodes} nodes: {down}"),
+        ("at the beginning", f"{_size(8 * spec.model.params)} of params and momentum, and data"),
     ]
 
 
 def _seconds(seconds: float) -> str:
+    if seconds < 0.1:
+        return "less than 0.1 s"
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
+
+
+def _size(size: int) -> str:
+    """Bytes: what is smaller than a MiB by its thousands, not rounded up to one."""
+    if size < 1000:
+        return count_of(size, "byte")
+    return f"{size / 1000:,.1f} kB" if size < limits.MIB else amount(size)
 
 
 def _now(spec: RunSpec, now: Now) -> list[Row]:

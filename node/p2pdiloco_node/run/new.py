@@ -385,7 +385,7 @@ def _spec(
         eval_every=order.eval_every,
         nonce=secrets.token_bytes(16),
         samples=msgspec.structs.replace(loops.samples, encoded=encoded),
-        origin="" if choice.from_scratch else choice.name,
+        origin=choice.origin,
     )
     made: RunSpec = replaced(spec, order.run, "run")
     return made

@@ -46,11 +46,11 @@ class State(NamedTuple):
     params: Array  # (params,)
 
 
-class Evaluation(NamedTuple):
-    """Held-out losses of a certified state and what it writes, as this node's trainer found."""
+class _Asked(NamedTuple):
+    """A state under evaluation. Two epochs may have had different ones of a version."""
 
-    state_root: Digest
-    found: frames.Evaluated
+    version: int
+    state_root: bytes
 
 
 class TrainingData(Protocol):
@@ -94,16 +94,19 @@ class _Allow(NamedTuple):
 
 
 class _Evaluate(NamedTuple):
-    version: int
-    state_root: Digest
+    asked: _Asked
     params: Awaitable[Array]
+
+
+class _Reported(NamedTuple):
+    version: int
 
 
 class _RunEnded(NamedTuple):
     version: int
 
 
-_Order = _Settle | _Adopt | _GoBack | _Allow | _Evaluate | _RunEnded
+_Order = _Settle | _Adopt | _GoBack | _Allow | _Evaluate | _Reported | _RunEnded
 
 
 class TrainerDesk:
@@ -119,7 +122,7 @@ class TrainerDesk:
         telemetry: Telemetry,
         *,
         put: Callable[[fact.Event], object],
-        on_evaluated: Callable[[Evaluation], None],
+        on_evaluated: Callable[[frames.Evaluated], None],
         settings: frames.TrainerSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -141,7 +144,7 @@ class TrainerDesk:
         self._known_sequence = contributor.next_sequence - 1
         self._reset = False  # owed by an adoption that was overtaken
         self._clock = clock
-        self._roots: dict[int, Digest] = {}  # versions under evaluation
+        self._under_way: set[_Asked] = set()  # evaluations
         self._so_far: frames.Evaluating | None = None  # of the one that is under way
         self._evaluating_at = clock()  # when its trainer last told of it
         self._evaluation_told = asyncio.Event()
@@ -162,7 +165,7 @@ class TrainerDesk:
 
     @property
     def evaluating(self) -> bool:
-        return bool(self._roots)
+        return bool(self._under_way)
 
     # The driver's orders: noted at once, carried out by `run`.
 
@@ -182,21 +185,26 @@ class TrainerDesk:
         self._order(_Allow(allowed, self._known_sequence, why, prolong))
 
     def evaluate(self, version: int, state_root: Digest, params: Awaitable[Array]) -> None:
-        self._roots[version] = state_root
+        asked = _Asked(version, state_root)
+        self._under_way.add(asked)
         self._tell_evaluates()
-        self._order(_Evaluate(version, state_root, params))
+        self._order(_Evaluate(asked, params))
+
+    def reported(self, version: int) -> None:
+        """The tracker has this node's evaluation of `version`: no later life needs to do it again."""
+        self._order(_Reported(version))
 
     def leaving_words(self) -> str:
         """What an end waits for that takes its time; empty: nothing."""
-        if not self._roots:
+        if not self._under_way:
             return ""
-        version, stop_s = max(self._roots), limits.trainer_stop_s
+        version, stop_s = max(self._under_way).version, limits.trainer_stop_s
         return f"; the evaluation of version {version} is given up, and the trainer has {stop_s:.0f} s to end"
 
     async def last_evaluation(self) -> None:
         """Until nothing is under evaluation: as long as the trainer shows progress, within a limit."""
         began = self._evaluating_at = self._clock()
-        while self._roots:
+        while self._under_way:
             now = self._clock()
             if now - began >= limits.last_evaluation_s_max:
                 self._give_up(f"it took more than {limits.last_evaluation_s_max / 60:.0f} minutes.")
@@ -214,19 +222,19 @@ class TrainerDesk:
                     await self._evaluation_told.wait()
 
     def _give_up(self, why: str) -> None:
-        for version in list(self._roots):
-            self._not_evaluated(version, why)
+        for asked in sorted(self._under_way):
+            self._not_evaluated(asked, why)
 
-    def _not_evaluated(self, version: int, why: str) -> None:
+    def _not_evaluated(self, asked: _Asked, why: str) -> None:
         """Say so; what is known of it is kept."""
-        root, found = self._roots.pop(version, None), self._so_far
-        self._evaluation_over()
-        if root is not None and found is not None and found.version == version and found.losses:
+        version, found = asked.version, self._so_far
+        was_asked = self._ends(asked)
+        if was_asked and found is not None and _state_of(found) == asked and found.losses:
             known = len(found.losses)
             what = f"is evaluated here on the first {count_of(known, 'evaluation set')} alone"
             self._telemetry.say("evaluation", f"Version {version} {what}: {why}")
-            self._on_evaluated(Evaluation(root, frames.Evaluated(version, found.losses, found.tokens)))
-        elif root is not None and (why != self._not_evaluated_why or self.over.is_set()):
+            self._on_evaluated(frames.Evaluated(*asked, found.losses, found.tokens))
+        elif was_asked and (why != self._not_evaluated_why or self.over.is_set()):
             # A slow machine leaves out version after version. The last one is what its owner waits for.
             self._not_evaluated_why = why
             self._telemetry.say("evaluation", f"Version {version} is not evaluated here: {why}")
@@ -234,16 +242,20 @@ class TrainerDesk:
     def _tell_evaluates(self) -> None:
         """For log and status: the version that the trainer is at, else the newest that waits for it."""
         words, at = "", self._so_far
-        if at is not None and at.version in self._roots:
+        if at is not None and _state_of(at) in self._under_way:
             words = f"evaluating version {at.version}, {at.share:.0%}".replace("%", " %")
-        elif self._roots:
-            words = f"evaluating version {max(self._roots)}"
+        elif self._under_way:
+            words = f"evaluating version {max(self._under_way).version}"
         self._telemetry.evaluates = words
 
-    def _evaluation_over(self) -> None:
+    def _ends(self, asked: _Asked) -> bool:
+        """Nothing more comes of it. Returns: whether it was asked for and somebody still wants it."""
+        was_asked = asked in self._under_way
+        self._under_way.discard(asked)
         self._so_far = None
         self._tell_evaluates()
         self._evaluation_told.set()
+        return was_asked
 
     def run_ended(self, version: int) -> None:
         self._order(_RunEnded(version))
@@ -275,13 +287,14 @@ class TrainerDesk:
                 await self._adopt(order, supervisor)
             case _Allow(allowed, known_sequence, why, prolong):
                 supervisor.allow(allowed, known_sequence, why, prolong=prolong)
-            case _Evaluate(version, _, params):
-                await supervisor.evaluate(version, await params)
+            case _Evaluate(asked, params):
+                await supervisor.evaluate(*asked, await params)
+            case _Reported(version):
+                await asyncio.to_thread(self._contributor.evaluated, version)
             case _RunEnded(last):
                 supervisor.pause()
                 # Of older versions, or where no trainer has begun, nobody waits for the figure any more.
-                for version in [v for v in self._roots if v != last]:
-                    del self._roots[version]
+                self._under_way = {asked for asked in self._under_way if asked.version == last}
                 self._tell_evaluates()
                 if not self._may_train.is_set():
                     self._give_up("the run was over before this node had its data.")
@@ -348,22 +361,20 @@ class TrainerDesk:
                     "trainer", f"A {what} that is not finite at inner step {step}: back to the anchor."
                 )
                 self._put(fact.TrainerNotFinite())
-            case frames.Evaluating(version):
+            case frames.Evaluating():
                 self._so_far, self._evaluating_at = told, self._clock()
                 self._tell_evaluates()
                 self._evaluation_told.set()
             case frames.Evaluated(version):
-                root = self._roots.pop(version, None)
-                self._evaluation_over()
+                was_asked = self._ends(_state_of(told))
                 if told.why:
                     telemetry.say("evaluation", f"Version {version} writes no samples here: {told.why}")
-                if not self._roots:
+                if not self._under_way:
                     self._not_evaluated_why = ""
-                if root is not None:
-                    self._on_evaluated(Evaluation(root, told))
-                    await asyncio.to_thread(self._contributor.evaluated, version)
-            case frames.NotEvaluated(version, why):
-                self._not_evaluated(version, why)
+                if was_asked:
+                    self._on_evaluated(told)
+            case frames.NotEvaluated(why=why):
+                self._not_evaluated(_state_of(told), why)
                 data.evaluation_failed()
             case frames.ShardsMissing(shards, why):
                 telemetry.say("data", _missing_words(shards, why))
@@ -406,6 +417,10 @@ class TrainerDesk:
         if done.evenness:
             mean, least = sum(done.evenness) / len(done.evenness), min(done.evenness)
             log.info("Experts are used evenly to %.3f, in the least even layer to %.3f.", mean, least)
+
+
+def _state_of(told: frames.Evaluating | frames.Evaluated | frames.NotEvaluated) -> _Asked:
+    return _Asked(told.version, told.state_root)
 
 
 def _missing_words(shards: Sequence[int], why: str) -> str:

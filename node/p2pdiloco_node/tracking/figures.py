@@ -20,7 +20,7 @@ def about_run(spec: RunSpec) -> dict[str, object]:
     """What the RunSpec says, for those who compare runs."""
     return {
         "run": spec.name,
-        "model": spec.model.preset,
+        "model": spec.model.preset or spec.model.family,
         "family": spec.model.family,
         "params": spec.model.params,
         "seq_len": spec.model.seq_len,

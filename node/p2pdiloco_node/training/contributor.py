@@ -57,7 +57,7 @@ class Record(Struct, frozen=True):
     emptied: Count = 0  # what is in flight up to this sequence has lost its content here (NOT_FINITE)
     raw: Annotated[tuple[Bytes32, ...], Meta(max_length=limits.in_flight_max)] = ()
     # ^ digests of the raw pseudo-gradients, one for each of `in_flight`; none where the codec is dense
-    evaluated_version: Annotated[int, Meta(ge=-1)] = -1  # newest that this node has evaluated
+    evaluated_version: Annotated[int, Meta(ge=-1)] = -1  # newest that this node has evaluated and reported
 
 
 class AnchorView(NamedTuple):
@@ -111,14 +111,14 @@ class DiskContributor:
 
     @property
     def evaluated_version(self) -> int:
-        """The newest version that this node has evaluated; -1: none."""
+        """The newest version whose evaluation by this node has reached the tracker; -1: none."""
         with self._lock:
             return self._evaluated_version
 
     def evaluated(self, version: int) -> None:
         """A next life does not begin again with what took minutes. Raises: OperatorError."""
         with self._lock:
-            self._evaluated_version = version
+            self._evaluated_version = max(self._evaluated_version, version)  # a report may have waited
             self._save(self._record.sequence, self._record.cursor, e_changed=False)
 
     def go_on_after(self, sequence: int) -> None:

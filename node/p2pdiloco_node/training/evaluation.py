@@ -68,11 +68,12 @@ class Evaluation:
     """One evaluation under way: first the losses, set by set, then the continuations."""
 
     def __init__(
-        self, version: int, held_out: HeldOut, writes: Writes | None, *, sequences_max: int,
-        clock: Callable[[], float],
+        self, version: int, state_root: bytes, held_out: HeldOut, writes: Writes | None, *,
+        sequences_max: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """`sequences_max`: of a slice; as many as an inner step has are surely there in memory."""
         self.version = version
+        self.state_root = state_root
         self._held_out = held_out
         self._writes = writes
         self._max = sequences_max
@@ -119,16 +120,17 @@ class Evaluation:
         losses = [total / max(1, n) for total, n in zip(self._sums[:done], tokens[:done], strict=True)]
         kept = next((n for n, loss in enumerate(losses) if not (tokens[n] and math.isfinite(loss))), done)
         left = sum(len(places) for _, places in self._left) / max(1, sum(map(len, self._held_out.places)))
-        return frames.Evaluating(self.version, tuple(losses[:kept]), tokens[:kept], 1 - left)
+        return frames.Evaluating(self.version, self.state_root, tuple(losses[:kept]), tokens[:kept], 1 - left)
 
     def result(self, why: str) -> frames.Evaluated | frames.NotEvaluated:
         """`why` there are no continuations, where some were wanted."""
         tokens = self._held_out.tokens
         if 0 in tokens:
             name = self._held_out.names[tokens.index(0)]
-            return frames.NotEvaluated(self.version, f"evaluation set {name!r} is shorter than a sequence.")
+            why = f"evaluation set {name!r} is shorter than a sequence."
+            return frames.NotEvaluated(self.version, self.state_root, why)
         losses = tuple(total / n for total, n in zip(self._sums, tokens, strict=True))
         if not all(map(math.isfinite, losses)):
-            return frames.NotEvaluated(self.version, "its loss is not finite.")
+            return frames.NotEvaluated(self.version, self.state_root, "its loss is not finite.")
         samples = self._writes.texts() if self._writes is not None else ()
-        return frames.Evaluated(self.version, losses, tokens, samples, why)
+        return frames.Evaluated(self.version, self.state_root, losses, tokens, samples, why)

@@ -77,6 +77,9 @@ class Allow(Frame, frozen=True):
 
 class Evaluate(Frame, frozen=True):
     version: int
+    state_root: (
+        bytes  # comes back with what is found: an ended epoch may have had another state of this version
+    )
     params: str  # file: the certified params; the trainer removes it
 
 
@@ -168,6 +171,7 @@ class Evaluating(Frame, frozen=True):
     """How far an evaluation is, and what it found so far; at most every half second."""
 
     version: int
+    state_root: bytes
     losses: tuple[float, ...]  # of the sets that are done, the first ones
     tokens: tuple[int, ...]  # over which
     share: float  # of the held-out tokens
@@ -175,6 +179,7 @@ class Evaluating(Frame, frozen=True):
 
 class Evaluated(Frame, frozen=True):
     version: int
+    state_root: bytes
     losses: tuple[float, ...]  # nats per token, by evaluation set
     tokens: tuple[int, ...]  # over which
     samples: tuple[str, ...] = ()  # continuations, by prompt of the RunSpec
@@ -185,6 +190,7 @@ class NotEvaluated(Frame, frozen=True):
     """An evaluation set cannot be read here; training goes on."""
 
     version: int
+    state_root: bytes
     why: str
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -20,23 +19,24 @@ from p2pdiloco_node.training.shapes import read_shape
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+FACTS = "p2pdiloco.json"  # of a folder that p2pdiloco export made
+RUN_ID = re.compile("[0-9a-f]{64}")
 PART = re.compile(r"[\w.-]+\.safetensors")  # a file of the folder itself
 
 
 class ModelChoice(NamedTuple):
     """A model before there is a vocabulary for it."""
 
-    name: str  # for people: a preset's, or the file's or folder's
+    name: (
+        str  # a preset's; empty of files: what they are called on their owner's machine is nobody's business
+    )
     family: str
     config: Mapping[str, Any]  # arguments of the family's class as given: defaults are not in it yet
     seq_len: int  # tokens of a training sequence
     rung: presets.Inner  # the inner loop of models of about this size
     checkpoint: Path | None  # folder of the params to start from
     tokenizer: Path | None  # the folder's own tokenizer
-
-    @property
-    def from_scratch(self) -> bool:
-        return self.checkpoint is None
+    origin: str = ""  # of the params to start from, for everybody who reads of the run
 
     def arguments(self, vocab_size: int) -> dict[str, Any]:
         """Of the family's class, for tokens 0 to `vocab_size` - 1.
@@ -118,10 +118,26 @@ def _from_files(path: Path, seq_len: int | None) -> ModelChoice:
         )
     tokenizer = folder / TOKENIZER if folder is not None and (folder / TOKENIZER).is_file() else None
     return ModelChoice(
-        name=Path(os.path.abspath(path)).name[:64],  # noqa: PTH100  # a link keeps its own name
-        family=family, config=config, seq_len=length, rung=rung,
-        checkpoint=folder, tokenizer=tokenizer,
+        name="", family=family, config=config, seq_len=length, rung=rung,
+        checkpoint=folder, tokenizer=tokenizer, origin=_origin(folder) if folder is not None else "",
     )  # fmt: skip
+
+
+def _origin(folder: Path) -> str:
+    """The run and version that an exported folder says it is of; of another folder nothing more is said."""
+    try:
+        facts = read_json(folder / FACTS)
+        run, version = facts["run"]["id"], facts["version"]
+    except (OperatorError, KeyError, TypeError):
+        return "a checkpoint of the owner's"
+    if not (
+        isinstance(run, str)
+        and RUN_ID.fullmatch(run)
+        and type(version) is int
+        and 0 <= version <= limits.run_versions_max
+    ):
+        return "a checkpoint of the owner's"
+    return f"version {version} of run {run}"
 
 
 def read_json(file: Path) -> dict[str, Any]:

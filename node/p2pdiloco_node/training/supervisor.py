@@ -90,7 +90,7 @@ class Supervisor:
         self._last_cursor = 0
         self._allow: frames.Allow | None = None
         self._paused = False
-        self._asked: deque[tuple[int, Floats]] = deque(maxlen=limits.evaluations_waiting_max)
+        self._asked: deque[tuple[int, bytes, Floats]] = deque(maxlen=limits.evaluations_waiting_max)
         self._moments_void = False
         self._passes_unsaved = 0
         self._saved_at = clock()
@@ -135,14 +135,14 @@ class Supervisor:
         if self._allow is not None:
             self.allow(self._allow.until_sequence + 1, 0, self._allow.why, prolong=self._allow.prolong)
 
-    async def evaluate(self, version: int, params: Floats) -> None:
+    async def evaluate(self, version: int, state_root: bytes, params: Floats) -> None:
         """Ends in `Evaluated`, unless the trainer crashes before."""
         if not self._configured:
-            self._asked.append((version, params))
+            self._asked.append((version, state_root, params))
             return
         path = self._file("evaluation")
         await asyncio.to_thread(write_array, path, params)
-        self._send(frames.Evaluate(version, str(path)))
+        self._send(frames.Evaluate(version, state_root, str(path)))
 
     def pause(self) -> None:
         self._paused = True
@@ -267,8 +267,8 @@ class Supervisor:
             self._send(frames.Pause())
         self._configured = True
         waiting, self._asked = self._asked, deque(maxlen=limits.evaluations_waiting_max)
-        for version, params in waiting:
-            await self.evaluate(version, params)
+        for version, state_root, params in waiting:
+            await self.evaluate(version, state_root, params)
 
     async def _take(self, event: frames.Event) -> None:
         match event:

@@ -158,7 +158,7 @@ class Worker:
                     dropped = self._asked.popleft()
                     Path(dropped.params).unlink(missing_ok=True)
                     why = "newer versions came before its turn; further ones like it are not named."
-                    self._emit(frames.NotEvaluated(dropped.version, why))
+                    self._emit(frames.NotEvaluated(dropped.version, dropped.state_root, why))
                 self._asked.append(command)
             case frames.Pause():
                 self._paused, self._stepped_at = True, None
@@ -293,7 +293,7 @@ class Worker:
             self.loop.load_evaluation(FileValues(Path(asked.params), self.spec.model.params))
             Path(asked.params).unlink()
             self._evaluation = Evaluation(
-                asked.version, self._held_out, self._writes(),
+                asked.version, asked.state_root, self._held_out, self._writes(),
                 sequences_max=self.spec.inner.sequences_per_step, clock=self._clock,
             )  # fmt: skip
         told: Event
@@ -305,7 +305,8 @@ class Worker:
                 return
             told = self._evaluation.result(self._no_samples)
         except OperatorError as error:
-            told = frames.NotEvaluated(self._evaluation.version, str(error))
+            at = self._evaluation
+            told = frames.NotEvaluated(at.version, at.state_root, str(error))
         if isinstance(told, frames.NotEvaluated):
             self._emit(self._evaluation.so_far())  # sets that are done are kept
         self._evaluation = None

@@ -27,6 +27,7 @@ from p2pdiloco.wire.signing import Signer
 from p2pdiloco_node.ports import AddressBook, BlobStore, Purpose
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.bodies import Pace
+from p2pdiloco_node.transport.contact import Refused
 from p2pdiloco_node.transport.fetching import Fetcher, Tell, unheard
 from p2pdiloco_node.transport.guards import Strikes
 from p2pdiloco_node.transport.http_session import (
@@ -118,6 +119,10 @@ class Client:
             outbox = Outbox(peer, self._post, self.on_not_sent, self._start, self.rng)
             self._outboxes[peer] = outbox
         outbox.put(message)
+
+    async def deliver(self, peer: PeerId, message: Message) -> None:
+        """Send now, beside what is queued. Raises: TransportError: not taken; Refused: nor will it be."""
+        await self._post(peer, message)
 
     def enter_epoch(self, epoch: int) -> None:
         """Seal in this epoch from now on; what waits to be sent was said in another and is dropped."""
@@ -218,7 +223,7 @@ class Client:
         raise last
 
     async def _refused(self, peer: PeerId, message: Message, answer: aiohttp.ClientResponse) -> None:
-        """Raises: TransportError where sending again later may help."""
+        """Raises: TransportError where sending again later may help; Refused where it will not."""
         said = await read_refusal(answer)
         reason = str(said.get("reason", answer.status))[:64]
         if reason in DELIVERED:
@@ -228,7 +233,9 @@ class Client:
         text = f"peer {short(peer)} refused {type(message).__name__}: {reason}"
         log.info("%s (%s)", text, str(said.get("detail", ""))[:200].removeprefix(f"{reason}: "))
         again = answer.status == 429 or answer.status >= 500
-        raise TransportError(text, retry_after_s=retry_after_s(answer) if again else None)
+        if not again:
+            raise Refused(text, reason)
+        raise TransportError(text, retry_after_s=retry_after_s(answer))
 
     async def seal(self, message: Message, peer: PeerId = ANYBODY) -> bytes:
         """A message of this node to `peer` as bytes; what is meant for anybody is signed once.

@@ -33,7 +33,7 @@ class NotATracker(TransportError):
 
 
 class Refused(TransportError):
-    """A tracker says no to this node for a reason that waiting may not mend."""
+    """A tracker or peer says no to this node for a reason that waiting may not mend."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)

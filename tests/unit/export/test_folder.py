@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,8 +89,27 @@ def test_a_state_file_stands_in_for_deltas_that_are_gone(kept_run: Make, tmp_pat
         run.blobs.delete(digest)
     run.step()
     assert flat(exported(run, tmp_path / "out"), run).tobytes() == run.params[4].tobytes()
-    with pytest.raises(OperatorError, match="version 2 cannot be made from what is kept"):
+    with pytest.raises(OperatorError, match=r"2 cannot be made from what is kept.*are let go\. [34] is here"):
         exported(run, tmp_path / "older", version="2")
+
+
+def test_of_a_node_that_is_behind_is_said_which_version_it_has(kept_run: Make, tmp_path: Path) -> None:
+    """It was "older versions are let go. The newest is" the very version that could not be made."""
+    run = kept_run().steps(2)
+    run.keeper.save(run.version)
+    state, kept = run.folder / "witness" / "state", tmp_path / "kept"
+    shutil.copytree(state, kept)
+    run.steps(3)
+    shutil.rmtree(state)
+    shutil.copytree(kept, state)
+    for digest in list(run.blobs.digests("delta")):
+        run.blobs.delete(digest)
+    behind = (
+        "log here is at version 5, and the model at version 2, because its node is still behind.*--version 2,"
+    )
+    with pytest.raises(OperatorError, match=behind):
+        exported(run, tmp_path / "out")
+    assert flat(exported(run, tmp_path / "out", version="2"), run).tobytes() == run.params[2].tobytes()
 
 
 def test_a_state_file_that_lies_is_not_believed(kept_run: Make, tmp_path: Path) -> None:
@@ -427,7 +447,11 @@ def test_the_card_says_what_is_so(kept_run: Make) -> None:
     card = model_card(facts)
     assert "of one machine or private network" in card
     assert "internet" not in card
-    assert "version 8, or 5,000 tokens if that comes first" in card
+    assert "| the run's end | version 8, or 5,000 tokens if that comes first |" in card
+    tally.add(OwnerEntry(OwnerWord("finish", 2, 0, b"", bytes(64)), bytes(32)))
+    ended = facts_of(dataclasses.replace(origin, tally=tally.copy()), Heard(), "float32", ())
+    planned = "planned were version 8, or 5,000 tokens if that comes first"
+    assert f"| the run's end | ended by its owner at 6,000 tokens; {planned} |" in model_card(ended)
     assert "| held-out loss, austen | 2.5000 nats per token" in card
     open_run = dataclasses.replace(origin, spec=msgspec.structs.replace(origin.spec, admission="open"))
     assert "over the ordinary internet" in model_card(facts_of(open_run, Heard(), "float32", ()))

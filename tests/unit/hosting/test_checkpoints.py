@@ -21,7 +21,7 @@ from p2pdiloco.ids import Digest, digest_of, merkle_root
 from p2pdiloco.rules.state import genesis_state
 from p2pdiloco.run_spec import RunSpec, TensorSpec
 from p2pdiloco.wire.codec import encode
-from p2pdiloco.wire.log import OuterStep, Scalars
+from p2pdiloco.wire.log import OuterStep, OwnerEntry, OwnerWord, Scalars
 from p2pdiloco.wire.messages import SnapshotOffer
 from p2pdiloco_node.export.chain import Tally
 from p2pdiloco_node.export.facts import Evaluation, Heard, Origin
@@ -353,8 +353,13 @@ async def test_they_come_at_intervals_and_the_last_version_always(stage: Stage) 
     assert stage.versions == [16, 32]
     stage.steps(3)
     stage.state = msgspec.structs.replace(stage.state, finished=True)
+    word = OwnerWord("finish", 1, 0, b"", bytes(64))
+    stage.maker.entry(stage.index + 1, OwnerEntry(word, bytes(32)), stage.now)
     await stage.maker.look()
     assert stage.versions == [16, 32, 35]
+    facts = stage.shelf.find("v35/p2pdiloco.json")
+    assert facts is not None
+    assert json.loads(facts.path.read_bytes())["ended_by_owner"] is True
     found = stage.shelf.find("v35/model.safetensors")
     assert found is not None
     assert load_file(found.path)["w"].tobytes() == PARAMS.tobytes()

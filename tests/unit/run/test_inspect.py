@@ -12,7 +12,7 @@ import pytest
 from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.protocol.run_log import RunLog
 from p2pdiloco.rules.state import genesis_state
-from p2pdiloco.run_spec import Parent, RunSpec, SampleSpec, sign_run_spec
+from p2pdiloco.run_spec import Parent, RunSpec, SampleSpec, TokenizerSpec, sign_run_spec
 from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.signing import Ed25519Signer
 from p2pdiloco_node.cli import run_command
@@ -48,10 +48,12 @@ def test_people_read_every_figure_with_its_unit() -> None:
         "Run poems", RUN.hex(), OWNER.public_key.hex(), "llama (simulated)", "160 in 2 tensors", "8 tokens",
         "1,024 tokens, 1,024 bytes of text", "4 inner steps (H), or 4 s", "1 sequence, 8 tokens",
         "0.001, down to 0.1 of it at the target", "beta 0.9 and 0.95, weight decay 0.1", "clipped to norm 1",
-        "fp16: a delta is 1 MiB (368 bytes)", "0.5 alone, 0.65 with eight nodes", "exponential decay",
+        "fp16: a delta is 368 bytes", "0.5 alone, 0.65 with eight nodes", "exponential decay",
         "after 16 rounds", "at most 3; begins with the witness alone", "every 1 s; 3 to 6 s",
         "after 3 s of standing; lost after 12 s", "or 900 outer steps", "every 1,000 versions, by 3 nodes",
-        "32 tokens after each prompt", "'Once upon'", "local: everybody", "at 20 Mbit/s", "to 3 voters",
+        "32 tokens after each prompt", "'Once upon'", "local: everybody", "at 20 Mbit/s",
+        "1.1 kB, a delta to each of at most 3 seats: less than 0.1 s at 20 Mbit/s",
+        "Mbit/s, less than 1% of a pass",
         f"run {(b'p' * 32).hex()} at version 7", "its params, unchanged",
         f"p2pdiloco node --join http://x:1/#{RUN.hex()}",
     ):  # fmt: skip
@@ -59,6 +61,23 @@ def test_people_read_every_figure_with_its_unit() -> None:
     assert "NOT with its params" in printed(
         msgspec.structs.replace(SPEC, parent=Parent(b"p" * 32, 7, b"r" * 32))
     )
+
+
+def test_figures_of_small_runs_are_not_rounded_up() -> None:
+    """A delta of 26 KB went as "1 MiB to 3 voters" to a witness that sat alone, of one shard 16 were read."""
+    data = msgspec.structs.replace(
+        SPEC.data, window_shards=16, tokenizer=TokenizerSpec("json", 1024, 0), shards=SPEC.data.shards[:1]
+    )
+    alone = msgspec.structs.replace(SPEC.committee, size_max=1)
+    model = msgspec.structs.replace(SPEC.model, preset="")
+    text = printed(msgspec.structs.replace(SPEC, data=data, committee=alone, model=model))
+    for words in (
+        "368 bytes, a delta to the witness alone", "a node reads 1 shard at once", "2 tensors, 640 bytes",
+        "tokenizer.json, 1,024 tokens; 0 ends a document", "1.3 kB of params and momentum",
+    ):  # fmt: skip
+        assert words in text, f"not printed: {words}\n{text}"
+    assert "()" not in text
+    assert " 0.0 s" not in text
 
 
 def test_programs_read_every_field() -> None:

@@ -17,7 +17,7 @@ from p2pdiloco.protocol import events as fact
 from p2pdiloco.protocol.actions import AdoptState, Settled
 from p2pdiloco.wire.messages import DeltaHeader
 from p2pdiloco_node.ports import Array
-from p2pdiloco_node.taking_part.desk import Evaluation, State, TrainerDesk
+from p2pdiloco_node.taking_part.desk import State, TrainerDesk
 from p2pdiloco_node.telemetry import Telemetry
 from p2pdiloco_node.training import frames
 from p2pdiloco_node.training.arrays import write_array
@@ -61,7 +61,7 @@ class Kit:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.events: list[fact.Event] = []
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[frames.Evaluated] = []
         self.next_sequence = 7
         self.cursor = 0
         self.fails: PeerError | None = None
@@ -94,7 +94,6 @@ class Kit:
 
     # DiskContributor
     def evaluated(self, version: int) -> None:
-        assert self.evaluations[-1].found.version == version, "said first"
         self.done.append(f"evaluated {version}")
 
     def settle(self, delta: Digest, how: Settled) -> None:
@@ -132,7 +131,7 @@ class Kit:
     def allow(self, allowed: int, known_sequence: int, why: str, *, prolong: bool = True) -> None:
         self.done.append(f"allow {known_sequence}+{allowed}" + ("" if prolong else ", nothing prolonged"))
 
-    async def evaluate(self, version: int, params: Array) -> None:
+    async def evaluate(self, version: int, state_root: bytes, params: Array) -> None:
         self.done.append(f"evaluate {version}")
 
     def pause(self) -> None:
@@ -249,24 +248,49 @@ async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: K
     kit.desk.evaluate(4, ROOT, soon(4))
     await kit.carry_out()
     assert kit.desk.evaluating
-    await kit.desk.trainer_said(frames.Evaluated(3, (9.0,), (10,)))
-    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
-    assert kit.evaluations == [Evaluation(ROOT, frames.Evaluated(4, (2.0,), (10,)))]
-    assert kit.done == ["evaluate 4", "evaluated 4"], "durable, and only what was asked for"
+    await kit.desk.trainer_said(frames.Evaluated(3, ROOT, (9.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(4, ROOT, (2.0,), (10,)))
+    assert kit.evaluations == [frames.Evaluated(4, ROOT, (2.0,), (10,))]
     assert not kit.desk.evaluating
     assert kit.said == []
 
 
+async def test_an_evaluation_is_durable_when_the_tracker_has_it(kit: Kit) -> None:
+    """It was when the trainer was done: a node that started again meanwhile never reported that version."""
+    kit.desk.evaluate(4, ROOT, soon(4))
+    await kit.desk.trainer_said(frames.Evaluated(4, ROOT, (2.0,), (10,)))
+    await kit.carry_out()
+    assert kit.done == ["evaluate 4"]
+    kit.desk.reported(4)
+    await kit.carry_out()
+    assert kit.done == ["evaluate 4", "evaluated 4"]
+
+
+async def test_what_was_found_in_an_ended_epoch_is_not_reported_of_the_new_one(kit: Kit) -> None:
+    """The owner's recovery came in between, and the new epoch came to the same version."""
+    new = Digest(b"n" * 32)
+    kit.desk.evaluate(4, ROOT, soon(4))
+    kit.desk.evaluate(4, new, soon(5))
+    await kit.desk.trainer_said(frames.Evaluating(4, ROOT, (9.0,), (10,), 0.5))
+    await kit.desk.trainer_said(frames.NotEvaluated(4, new, "a set is gone."))
+    assert kit.evaluations == [], "nothing is known of the new state"
+    kit.desk.evaluate(4, new, soon(5))
+    await kit.desk.trainer_said(frames.Evaluated(4, ROOT, (9.0,), (10,)))
+    assert kit.desk.evaluating
+    await kit.desk.trainer_said(frames.Evaluated(4, new, (2.0,), (10,)))
+    assert [(e.state_root, e.losses) for e in kit.evaluations] == [(ROOT, (9.0,)), (new, (2.0,))]
+
+
 async def test_an_evaluation_without_samples_counts_and_says_why(kit: Kit) -> None:
     kit.desk.evaluate(4, ROOT, soon(4))
-    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,), why="the tokenizer is none."))
-    assert [e.found.losses for e in kit.evaluations] == [(2.0,)]
+    await kit.desk.trainer_said(frames.Evaluated(4, ROOT, (2.0,), (10,), why="the tokenizer is none."))
+    assert [e.losses for e in kit.evaluations] == [(2.0,)]
     assert kit.said == ["Version 4 writes no samples here: the tokenizer is none."]
 
 
 async def test_missing_data_is_said_and_an_evaluation_that_failed_is_over(kit: Kit) -> None:
     kit.desk.evaluate(4, ROOT, soon(4))
-    await kit.desk.trainer_said(frames.NotEvaluated(4, "data shard 0 cannot be read"))
+    await kit.desk.trainer_said(frames.NotEvaluated(4, ROOT, "data shard 0 cannot be read"))
     assert not kit.desk.evaluating
     await kit.desk.trainer_said(frames.ShardsMissing((2, 5), "data shard 2 cannot be read."))
     await kit.desk.trainer_said(frames.ShardsMissing((), ""))
@@ -294,7 +318,7 @@ async def test_when_the_run_is_over_only_its_last_version_is_still_evaluated(kit
     kit.desk.run_ended(4)
     await kit.carry_out()
     assert kit.desk.evaluating
-    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(4, ROOT, (2.0,), (10,)))
     assert not kit.desk.evaluating
 
 
@@ -337,9 +361,9 @@ async def test_a_fresh_trainer_waits_for_the_data_and_starts_from_the_newest_sta
 
 async def test_of_an_evaluation_that_is_not_finished_the_sets_that_are_count(kit: Kit) -> None:
     kit.desk.evaluate(4, ROOT, soon(4))
-    await kit.desk.trainer_said(frames.Evaluating(4, (2.5,), (100,), 0.6))
-    await kit.desk.trainer_said(frames.NotEvaluated(4, "a set is gone."))
-    assert kit.evaluations == [Evaluation(ROOT, frames.Evaluated(4, (2.5,), (100,)))]
+    await kit.desk.trainer_said(frames.Evaluating(4, ROOT, (2.5,), (100,), 0.6))
+    await kit.desk.trainer_said(frames.NotEvaluated(4, ROOT, "a set is gone."))
+    assert kit.evaluations == [frames.Evaluated(4, ROOT, (2.5,), (100,))]
     assert "on the first 1 evaluation set alone: a set is gone." in kit.said[-1]
 
 
@@ -347,12 +371,12 @@ async def test_a_stretch_of_versions_that_are_not_evaluated_is_said_once(kit: Ki
     """A slow machine named each of eleven, as if its data were at fault."""
     for version in (4, 6, 8):
         kit.desk.evaluate(version, ROOT, soon(version))
-    await kit.desk.trainer_said(frames.NotEvaluated(4, "newer ones came."))
-    await kit.desk.trainer_said(frames.Evaluated(6, (2.0,), (10,)))
+    await kit.desk.trainer_said(frames.NotEvaluated(4, ROOT, "newer ones came."))
+    await kit.desk.trainer_said(frames.Evaluated(6, ROOT, (2.0,), (10,)))
     kit.desk.evaluate(10, ROOT, soon(10))
-    await kit.desk.trainer_said(frames.NotEvaluated(8, "newer ones came."))
+    await kit.desk.trainer_said(frames.NotEvaluated(8, ROOT, "newer ones came."))
     assert kit.said == ["Version 4 is not evaluated here: newer ones came."]
-    await kit.desk.trainer_said(frames.NotEvaluated(10, "a set is gone."))
+    await kit.desk.trainer_said(frames.NotEvaluated(10, ROOT, "a set is gone."))
     assert kit.said[1:] == ["Version 10 is not evaluated here: a set is gone."]
     assert kit.kinds == ["evaluation"] * 2
 
@@ -360,16 +384,16 @@ async def test_a_stretch_of_versions_that_are_not_evaluated_is_said_once(kit: Ki
 async def test_a_later_stretch_and_the_last_version_are_said_again(kit: Kit) -> None:
     for version in (4, 6):
         kit.desk.evaluate(version, ROOT, soon(version))
-        await kit.desk.trainer_said(frames.NotEvaluated(version, "newer ones came."))
+        await kit.desk.trainer_said(frames.NotEvaluated(version, ROOT, "newer ones came."))
     kit.desk.evaluate(8, ROOT, soon(8))
-    await kit.desk.trainer_said(frames.Evaluated(8, (2.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(8, ROOT, (2.0,), (10,)))
     kit.desk.evaluate(10, ROOT, soon(10))
-    await kit.desk.trainer_said(frames.NotEvaluated(10, "newer ones came."))
+    await kit.desk.trainer_said(frames.NotEvaluated(10, ROOT, "newer ones came."))
     kit.desk.evaluate(12, ROOT, soon(12))
     kit.desk.run_ended(12)
     kit.desk.may_train()
     await kit.carry_out()
-    await kit.desk.trainer_said(frames.NotEvaluated(12, "newer ones came."))
+    await kit.desk.trainer_said(frames.NotEvaluated(12, ROOT, "newer ones came."))
     assert [words.split()[1] for words in kit.said] == ["4", "10", "12"]
 
 
@@ -383,12 +407,12 @@ async def test_the_last_evaluation_takes_as_long_as_it_shows_progress(
     waiting = asyncio.create_task(kit.desk.last_evaluation())
     while now < limits.last_evaluation_s_max - 2 * limits.evaluation_silent_s_max:
         now += limits.evaluation_silent_s_max - 1
-        await kit.desk.trainer_said(frames.Evaluating(4, (), (), 0.1))
+        await kit.desk.trainer_said(frames.Evaluating(4, ROOT, (), (), 0.1))
         await asyncio.sleep(0)
         assert not waiting.done()
-    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(4, ROOT, (2.0,), (10,)))
     await asyncio.wait_for(waiting, 5)
-    assert [e.found.losses for e in kit.evaluations] == [(2.0,)]
+    assert [e.losses for e in kit.evaluations] == [(2.0,)]
     assert kit.said == []
 
 
@@ -396,14 +420,14 @@ async def test_how_far_an_evaluation_is_is_known_to_log_and_status(kit: Kit) -> 
     kit.desk.evaluate(4, ROOT, soon(4))
     kit.desk.evaluate(6, ROOT, soon(6))
     assert kit.telemetry.evaluates == "evaluating version 6"
-    await kit.desk.trainer_said(frames.Evaluating(4, (), (), 0.3))
+    await kit.desk.trainer_said(frames.Evaluating(4, ROOT, (), (), 0.3))
     kit.telemetry.run_ended(6)
     assert kit.telemetry.now()[:2] == ("over", "evaluating version 4, 30 %")
     kit.desk.run_ended(6)
     kit.desk.may_train()
     await kit.carry_out()
     assert kit.telemetry.now()[:2] == ("over", "evaluating version 6")
-    await kit.desk.trainer_said(frames.Evaluated(6, (2.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(6, ROOT, (2.0,), (10,)))
     assert kit.telemetry.now()[:2] == ("over", "")
 
 
@@ -411,7 +435,7 @@ async def test_what_an_end_waits_for_is_said(kit: Kit) -> None:
     assert kit.desk.leaving_words() == ""
     kit.desk.evaluate(4, ROOT, soon(4))
     assert "evaluation of version 4 is given up, and the trainer has 2 s to end" in kit.desk.leaving_words()
-    await kit.desk.trainer_said(frames.Evaluated(4, (2.0,), (10,)))
+    await kit.desk.trainer_said(frames.Evaluated(4, ROOT, (2.0,), (10,)))
     assert kit.desk.leaving_words() == ""
 
 

@@ -142,7 +142,7 @@ def test_a_nodes_own_evaluations(fake_run: Any) -> None:
     run.step(ALL)
     node.installed(install(run))
     node.stepped(stepped(1, 99_000))
-    node.evaluated(Evaluated(1, (2.5,), (4096,), ("main",)))
+    node.evaluated(Evaluated(1, bytes(32), (2.5,), (4096,), ("main",)))
     assert points[-1].step == 30_000  # where that version was made
     assert points[-1].scalars["evaluation/all/loss"] == 2.5
     assert points[-1].texts == {"samples/1": "def main"}

@@ -61,7 +61,7 @@ def test_inner_loops_follow_size() -> None:
 
 def test_a_preset_with_another_vocabulary_and_length() -> None:
     choice = choose_model("llama:20m", seq_len=256)
-    assert choice.from_scratch
+    assert choice.checkpoint is None
     arguments = choice.arguments(50_257)
     assert arguments["vocab_size"] == 50_304  # rows up to a multiple of 64
     assert arguments["max_position_embeddings"] == choice.seq_len == 256
@@ -78,7 +78,7 @@ def test_a_preset_with_another_vocabulary_and_length() -> None:
 def test_a_config_file(tmp_path: Path) -> None:
     choice = choose_model(str(written(tmp_path)))
     assert choice.family == "llama"
-    assert choice.from_scratch
+    assert choice.checkpoint is None
     assert choice.seq_len == 32  # of its size
     assert not {"auto_map", "_name_or_path", "torch_dtype", "model_type"} & choice.config.keys()
     assert choice.arguments(256)["vocab_size"] == 256
@@ -135,6 +135,29 @@ def test_a_folder_with_a_checkpoint(tmp_path: Path) -> None:
     assert choice.arguments(256)["vocab_size"] == 300  # its own rows, whatever the tokenizer has
     with pytest.raises(OperatorError, match=r"301 tokens and the model .* knows 300.*--tokenizer"):
         choice.arguments(301)
+
+
+@pytest.mark.parametrize(
+    ("facts", "origin"),
+    [
+        (None, "a checkpoint of the owner's"),
+        ({"run": {"id": "ab" * 32}, "version": 7}, f"version 7 of run {'ab' * 32}"),
+        ({"run": {"id": "ab" * 32 + " and more"}, "version": 7}, "a checkpoint of the owner's"),
+        ({"run": {"id": "ab" * 32}, "version": True}, "a checkpoint of the owner's"),
+        ({"run": {"id": "ab" * 32}, "version": 10**90}, "a checkpoint of the owner's"),
+        ({"run": 7, "version": 7}, "a checkpoint of the owner's"),
+        ([], "a checkpoint of the owner's"),
+    ],
+)
+def test_no_name_of_the_owner_s_disk_goes_into_a_run(tmp_path: Path, facts: object, origin: str) -> None:
+    """The public card said "version 0 | out". Where an export says what it is of, that is said."""
+    made = folder(tmp_path, "model.safetensors")
+    if facts is not None:
+        (made / "p2pdiloco.json").write_text(json.dumps(facts))
+    choice = choose_model(str(made))
+    assert (choice.name, choice.origin) == ("", origin)
+    alone = choose_model(str(made / "config.json"))
+    assert (alone.name, alone.origin) == ("", ""), "initialised: only its shape is from a file"
 
 
 def test_a_folder_in_pieces(tmp_path: Path) -> None:

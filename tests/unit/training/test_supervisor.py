@@ -147,7 +147,7 @@ async def test_it_configures_and_adopts_once_there_is_a_state(tmp_path: Path) ->
         await desk.until(lambda: bool(desk.all(frames.Ready)))
         assert desk.heard() == []  # imports run beside the sync
         desk.supervisor.allow(2, 5, "free")
-        await desk.supervisor.evaluate(4, np.zeros(3, np.float32))
+        await desk.supervisor.evaluate(4, bytes(32), np.zeros(3, np.float32))
         desk.state.set()
         await desk.until(lambda: len(desk.heard()) == 4)
         configure, adopt, allow, evaluate = desk.heard()

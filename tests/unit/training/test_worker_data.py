@@ -15,6 +15,7 @@ from tests.unit.training.test_worker import Bench
 
 if TYPE_CHECKING:
     from tests.unit.training.conftest import TinyModelRun
+ROOT = bytes(range(32))
 
 
 @pytest.fixture
@@ -107,8 +108,8 @@ def test_a_missing_held_out_shard_costs_the_evaluation_alone(bench: Bench) -> No
     bench.tiny.evaluation.unlink()
     path = bench.tiny.folder / "evaluation.f32"
     write_array(path, bench.tiny.params)
-    bench.worker.obey(frames.Evaluate(9, str(path)))
+    bench.worker.obey(frames.Evaluate(9, ROOT, str(path)))
     bench.turn(5)
     (told,) = bench.all(frames.NotEvaluated)
-    assert (told.version, "cannot be read" in told.why) == (9, True)
+    assert (told.version, told.state_root, "cannot be read" in told.why) == (9, ROOT, True)
     assert len(bench.all(frames.PassDone)) == 1

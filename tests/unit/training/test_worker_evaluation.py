@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.unit.training.conftest import TinyModelRun
 
 Floats = npt.NDArray[np.float32]
+ROOT = bytes(range(32))
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def evaluate(bench: Bench, params: Floats) -> frames.Evaluated:
     """Ask for version 9 and train until it is evaluated."""
     path = bench.tiny.folder / "evaluation.f32"
     write_array(path, params)
-    bench.worker.obey(frames.Evaluate(9, str(path)))
+    bench.worker.obey(frames.Evaluate(9, ROOT, str(path)))
     bench.said.clear()
     for _ in range(100):
         if bench.all(frames.Evaluated):
@@ -43,7 +44,7 @@ def evaluate(bench: Bench, params: Floats) -> frames.Evaluated:
     assert not path.exists()
     assert not bench.all(frames.NotEvaluated)
     (told,) = bench.all(frames.Evaluated)
-    assert told.version == 9
+    assert (told.version, told.state_root) == (9, ROOT)
     return told
 
 
@@ -208,7 +209,7 @@ def test_a_set_shorter_than_a_sequence_is_said_and_training_goes_on(tiny: TinyMo
     bench.adopt(tiny.params)
     path = tiny.folder / "evaluation.f32"
     write_array(path, tiny.params)
-    bench.worker.obey(frames.Evaluate(9, str(path)))
+    bench.worker.obey(frames.Evaluate(9, ROOT, str(path)))
     bench.turn(2)
     (told,) = bench.all(frames.NotEvaluated)
     assert "'short' is shorter than a sequence" in told.why
@@ -218,7 +219,7 @@ def test_a_set_shorter_than_a_sequence_is_said_and_training_goes_on(tiny: TinyMo
 def test_params_that_are_not_finite_are_not_evaluated(bench: Bench) -> None:
     path = bench.tiny.folder / "evaluation.f32"
     write_array(path, np.full_like(bench.tiny.params, np.nan))
-    bench.worker.obey(frames.Evaluate(9, str(path)))
+    bench.worker.obey(frames.Evaluate(9, ROOT, str(path)))
     bench.turn(40)
     (told,) = bench.all(frames.NotEvaluated)
     assert "not finite" in told.why
@@ -232,7 +233,7 @@ def test_evaluation_is_done_while_paused_or_waiting_and_the_oldest_gives_way(ben
     for version in range(limits.evaluations_waiting_max + 2):
         paths.append(bench.tiny.folder / f"evaluation-{version}.f32")
         write_array(paths[-1], bench.tiny.params)
-        bench.worker.obey(frames.Evaluate(version, str(paths[-1])))
+        bench.worker.obey(frames.Evaluate(version, ROOT, str(paths[-1])))
     while not bench.worker.idle:
         bench.turn()
     assert [e.version for e in bench.all(frames.Evaluated)] == [2, 3, 4, 5]
@@ -248,7 +249,7 @@ def test_sets_that_are_done_are_told_before_one_that_cannot_be_read(tiny: TinyMo
     path = tiny.folder / "evaluation.f32"
     write_array(path, tiny.params)
     bench.worker.obey(frames.Allow(99, ""))
-    bench.worker.obey(frames.Evaluate(9, str(path)))
+    bench.worker.obey(frames.Evaluate(9, ROOT, str(path)))
     for _ in range(100):
         if bench.all(frames.NotEvaluated):
             break

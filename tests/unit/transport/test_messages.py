@@ -10,11 +10,12 @@ import msgpack
 import pytest
 
 from p2pdiloco import limits
-from p2pdiloco.errors import PeerError
+from p2pdiloco.errors import PeerError, TransportError
 from p2pdiloco.ids import PeerId, RunId
 from p2pdiloco.wire.envelope import PROTOCOL_VERSION, Opened, seal
 from p2pdiloco.wire.messages import Goodbye, Have, PeerRecord
 from p2pdiloco.wire.signing import Ed25519Signer
+from p2pdiloco_node.transport.contact import Refused
 
 RUN = RunId(b"r" * 32)
 KEY = Ed25519Signer(b"k" * 32)
@@ -288,3 +289,17 @@ async def test_a_fault_of_ours_is_500_and_the_server_lives(
     assert "ours" in caplog.text
     async with http.get(f"{one.url}/v1/health") as answer:
         assert answer.status == 200
+
+
+async def test_who_delivers_hears_whether_it_was_taken(ends: Any) -> None:
+    """An evaluation counts as done only when the tracker has it."""
+    one, two = await ends(2)
+    await one.client.deliver(two.peer, Goodbye("x"))
+    assert (await two.got.get())[0].message == Goodbye("x")
+    two.client.run = one.client.run = RunId(b"x" * 32)
+    with pytest.raises(Refused, match="WRONG_RUN"):
+        await one.client.deliver(two.peer, Goodbye("y"))
+    await two.listener.__aexit__(None, None, None)
+    with pytest.raises(TransportError) as away:
+        await one.client.deliver(two.peer, Goodbye("z"))
+    assert not isinstance(away.value, Refused)
