@@ -221,6 +221,7 @@ evaluation_slice_moves = 4  # and for so many times as long as moving the params
 evaluation_agrees_nats = 0.02  # what losses of one state differ by, between devices and their bf16
 sample_chars_max = 1000  # of one continuation: 256 tokens of four letters; fits string_bytes_max
 evaluations_waiting_max = 4  # asked for and not begun; the oldest gives way
+genesis_reports_version_max = 64  # of version 0, where nobody is chosen, reports are taken until this version
 checkpoint_passes = 16  # passes between two saves of the moments
 checkpoint_s = 300.0  # seconds between them, whichever is first
 shard_retry_s = 30.0  # a data shard that cannot be read is tried again after this time

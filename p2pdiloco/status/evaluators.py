@@ -21,9 +21,6 @@ from p2pdiloco.status.read_model import EvalPoint, EvalWord, PeerName, Sample, S
 from p2pdiloco.wire.log import Content, Membership, OuterStep
 from p2pdiloco.wire.messages import EvalReport
 
-# Of version 0, where nobody is chosen, reports are taken until this version: they come in its first minute.
-GENESIS_UNTIL = 64
-
 
 class _Due(NamedTuple):
     who: rule.Evaluators
@@ -163,7 +160,7 @@ class Evaluators:
     # Version 0: the reports of those whom the log lists.
 
     def _take_of_genesis(self, by: PeerId, said: _Said) -> bool:
-        if self._rules.version > GENESIS_UNTIL:
+        if self._rules.version > limits.genesis_reports_version_max:
             raise PeerError("NOT_CHOSEN", "version 0 was evaluated long ago")
         if any(peer == by for entry in self._rules.recent for peer, _ in entry):
             return self._add_of_genesis(by, said)
@@ -177,7 +174,7 @@ class Evaluators:
         news = False
         for peer in admitted:
             news = self._add_of_genesis(peer, self._of_genesis.pop(peer)) or news
-        if step.version > GENESIS_UNTIL:
+        if step.version > limits.genesis_reports_version_max:
             self._of_genesis = {}
         return news
 

@@ -303,6 +303,10 @@ class TrainerDesk:
     async def _adopt(self, order: _Adopt, supervisor: Supervisor) -> None:
         version, clock, target_tokens, last_sequence, reset = msgspec.structs.astuple(order.order)
         self._state = State(version, clock, target_tokens, await order.params)
+        if version > limits.genesis_reports_version_max and supervisor.withdraw(0):
+            # Asked for when this node knew of no later version; nobody takes its report any more.
+            for asked in [asked for asked in self._under_way if asked.version == 0]:
+                self._ends(asked)
         await asyncio.to_thread(self._contributor.go_on_after, last_sequence)
         if reset:
             await asyncio.to_thread(self._contributor.reset)

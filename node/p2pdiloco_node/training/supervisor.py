@@ -144,6 +144,13 @@ class Supervisor:
         await asyncio.to_thread(write_array, path, params)
         self._send(frames.Evaluate(version, state_root, str(path)))
 
+    def withdraw(self, version: int) -> bool:
+        """Whether an evaluation of `version` waited for the trainer; it does so no longer."""
+        kept = [asked for asked in self._asked if asked[0] != version]
+        found = len(kept) < len(self._asked)
+        self._asked = deque(kept, limits.evaluations_waiting_max)
+        return found
+
     def pause(self) -> None:
         self._paused = True
         if self._configured:

@@ -12,7 +12,7 @@ from p2pdiloco.ids import digest_of
 from p2pdiloco.rules.evaluation import evaluators
 from p2pdiloco.rules.state import after_membership, after_outer_step, genesis_state
 from p2pdiloco.run_spec import BYTES, BlobRef, DataSpec, EvaluationSet, SampleSpec
-from p2pdiloco.status.evaluators import GENESIS_UNTIL, Evaluators
+from p2pdiloco.status.evaluators import Evaluators
 from p2pdiloco.wire.log import OuterStep, open_body
 
 LIAR = 9
@@ -163,7 +163,7 @@ def test_of_version_0_a_contributor_may_report_late_but_not_for_ever(fake_run):
     run.evaluated(0.01, by=LIAR, version=0)
     run.evaluated(5.5, by=3, version=0)
     assert points(run) == [(0, 5.5)]
-    steps(run, GENESIS_UNTIL)
+    steps(run, limits.genesis_reports_version_max)
     refused(run, "NOT_CHOSEN", 0.01, by=4, version=0)
 
 
@@ -173,7 +173,7 @@ def test_strangers_reports_of_version_0_are_bounded(fake_run, monkeypatch):
     for i in range(10, 30):
         run.evaluated(0.01, by=i)
     assert len(run.builder.evaluators._of_genesis) == 5
-    steps(run, GENESIS_UNTIL + 1)
+    steps(run, limits.genesis_reports_version_max + 1)
     assert run.builder.evaluators._of_genesis == {}
 
 

@@ -134,6 +134,9 @@ class Kit:
     async def evaluate(self, version: int, state_root: bytes, params: Array) -> None:
         self.done.append(f"evaluate {version}")
 
+    def withdraw(self, version: int) -> bool:
+        return f"evaluate {version}" in self.done
+
     def pause(self) -> None:
         self.done.append("pause")
 
@@ -253,6 +256,17 @@ async def test_an_evaluation_is_reported_with_the_root_that_was_asked_for(kit: K
     assert kit.evaluations == [frames.Evaluated(4, ROOT, (2.0,), (10,))]
     assert not kit.desk.evaluating
     assert kit.said == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_version_0_is_not_evaluated_by_one_who_comes_when_nobody_asks_for_it(
+    kit: Kit, late: bool
+) -> None:
+    """A joiner knows of no later version when it starts, and catches up before its trainer begins."""
+    kit.desk.evaluate(0, ROOT, soon(0))
+    kit.desk.adopt(AdoptState(limits.genesis_reports_version_max + late, 100, 1000, 0, reset=False), soon(1))
+    await kit.carry_out()
+    assert kit.desk.evaluating is not late
 
 
 async def test_an_evaluation_is_durable_when_the_tracker_has_it(kit: Kit) -> None:

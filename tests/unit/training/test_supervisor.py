@@ -147,7 +147,9 @@ async def test_it_configures_and_adopts_once_there_is_a_state(tmp_path: Path) ->
         await desk.until(lambda: bool(desk.all(frames.Ready)))
         assert desk.heard() == []  # imports run beside the sync
         desk.supervisor.allow(2, 5, "free")
-        await desk.supervisor.evaluate(4, bytes(32), np.zeros(3, np.float32))
+        for version in (0, 4):
+            await desk.supervisor.evaluate(version, bytes(32), np.zeros(3, np.float32))
+        assert [desk.supervisor.withdraw(0) for _ in range(2)] == [True, False]
         desk.state.set()
         await desk.until(lambda: len(desk.heard()) == 4)
         configure, adopt, allow, evaluate = desk.heard()
