@@ -390,8 +390,7 @@ class Tracker:
     # The page.
 
     def _said(self, kind: str, text: str) -> None:
-        if kind != "elected":  # the builder says that itself, with the aggregator's name and why
-            self.builder.event(kind, text, when_unix=time.time())
+        self.builder.said(kind, text, when_unix=time.time())
 
     def _status(self) -> RunStatus:
         return self.builder.build(time.time())
