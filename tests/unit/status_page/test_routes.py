@@ -425,5 +425,7 @@ async def test_a_run_that_is_over_offers_what_it_made_and_asks_nobody_to_join(se
     assert "p2pdiloco node --join" not in over
     assert "p2pdiloco export --join" in over
     assert "The run is over" in over
+    assert "time to go" not in over
+    assert "No version is offered yet" not in over
     assert "Less traffic" not in over, "of nobody there is no figure"
     assert "Less traffic" in page
