@@ -282,6 +282,7 @@ class Telemetry:
     def waiting(self, why: str) -> None:
         if not self.over:
             self.state, self.why = "waiting", why
+            self._tokens_per_s = None  # nothing is computed: the last figure would stand for hours
 
     def trainer_down(self, why: str, retry_s: float, *, braked: bool) -> None:
         self.state = "paused" if braked else "joining"

@@ -87,3 +87,14 @@ def test_a_pass_that_is_longer_than_the_run_says_so() -> None:
     kit = Kit()
     kit.telemetry.stepped(7, 32, 2.5, 1200.0, 0.1, 2)
     assert "inner step 7 of 32 in a pass that is longer than 8; loss" in kit.line(0)
+
+
+def test_a_node_that_waits_has_no_speed() -> None:
+    """One that the owner had revoked went on showing what it had done hours before."""
+    kit = Kit()
+    kit.telemetry.stepped(3, 8, 2.5, 1234.4, 0.1, 2)
+    kit.telemetry.waiting("the owner revoked this node")
+    line = kit.line(0)
+    assert "inner step 3 of 8; loss 2.500" in line
+    assert "tokens/s" not in line
+    assert kit.telemetry.report(2, bytes_up=0, bytes_down=0).tokens_per_s == 0
