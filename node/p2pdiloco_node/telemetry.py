@@ -78,6 +78,9 @@ class NodeStatus(NodeView, frozen=True, kw_only=True):
     bytes_setup: int  # of bytes_down: the run's data and version 0, fetched once
     evaluating: bool
     said: tuple[Said, ...]
+    of_a_pass: int = (
+        0  # inner steps by the RunSpec (H); `inner_steps` are of the present pass, and may be more
+    )
 
 
 class Now(NamedTuple):
@@ -87,6 +90,7 @@ class Now(NamedTuple):
     why: str
     step: int
     inner_steps: int
+    of_a_pass: int
     loss: float | None
     tokens_per_s: float | None
     last_outcome: str
@@ -96,6 +100,13 @@ class Now(NamedTuple):
 def state_words(word: str, why: str) -> str:
     """A state and its reason; a reason that begins with the state stands alone."""
     return why if why.startswith(word) else f"{word}: {why}" if why else word
+
+
+def step_words(step: int, inner_steps: int, of_a_pass: int) -> str:
+    """Where the trainer is in its pass, which may have more steps than the RunSpec says: so that it ends in
+    step with the others, or because what it sent is not settled."""
+    longer = f" in a pass that is longer than {of_a_pass}" if 0 < of_a_pass < inner_steps else ""
+    return f"inner step {step} of {inner_steps}{longer}"
 
 
 class BrainView(View, frozen=True):
@@ -135,7 +146,7 @@ class Telemetry:
         self._run_name = run_name
         self._role = role
         self._pid = pid
-        self._inner_steps = inner_steps
+        self._inner_steps = self._of_a_pass = inner_steps
         self._clock = clock
         self._wall = wall
         self.state = "witness" if role == "witness" else "joining"
@@ -279,6 +290,7 @@ class Telemetry:
     def waiting(self, why: str) -> None:
         if not self.over:
             self.state, self.why = "waiting", why
+            self._tokens_per_s = None  # nothing is computed: the last figure would stand for hours
 
     def trainer_down(self, why: str, retry_s: float, *, braked: bool) -> None:
         self.state = "paused" if braked else "joining"
@@ -298,9 +310,16 @@ class Telemetry:
         during, last_try = self._last_try
         waits = bool(why) and why == during and why in (self._fetches, self._lacks)
         return Now(
-            state, why, self._step, self._inner_steps, self._loss, self._tokens_per_s, self._last_outcome,
+            state,
+            why,
+            self._step,
+            self._inner_steps,
+            self._of_a_pass,
+            self._loss,
+            self._tokens_per_s,
+            self._last_outcome,
             last_try if waits else "",
-        )  # fmt: skip
+        )
 
     def status(
         self, brain: BrainView, *, bytes_up: int, bytes_down: int, bytes_setup: int, lag_s_max: float
@@ -326,7 +345,7 @@ class Telemetry:
             refused=dict(Counter(str(outcome) for outcome in self._refused.values())),
             tracker_url=self.tracker_url, tracker_silent_s=silent_s, gaps=tuple(self._gaps),
             loop_lag_s_max=lag_s_max, bytes_setup=bytes_setup, evaluating=bool(self.evaluates),
-            said=tuple(self._said),
+            said=tuple(self._said), of_a_pass=self._of_a_pass,
         )  # fmt: skip
 
     def report(self, version: int, *, bytes_up: int, bytes_down: int) -> NodeReport:

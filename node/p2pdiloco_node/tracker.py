@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from p2pdiloco import limits
-from p2pdiloco.errors import OperatorError, PeerError
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
 from p2pdiloco.exit_codes import USAGE
 from p2pdiloco.ids import Digest, RunId
 from p2pdiloco.protocol import events as fact
@@ -355,7 +355,7 @@ class Tracker:
         return web.Response(body=encode(reply), content_type="application/octet-stream")
 
     def _takes_message(self, opened: Opened, _sealed: bytes, _address: str) -> bool:
-        """What is for the tracker alone. Raises: PeerError."""
+        """What is for the tracker alone. Raises: PeerError; TransportError: say it again later."""
         message = opened.message
         try:
             if isinstance(message, NodeReport):
@@ -372,6 +372,8 @@ class Tracker:
             # A restarted tracker knows nobody before the next announce, and its witness may lag.
             if error.reason not in ("UNKNOWN_PEER", "TOO_EARLY"):
                 raise
+            if isinstance(message, EvalReport):  # nobody says it again if it counts as taken
+                raise TransportError(str(error)) from None
         return isinstance(message, NodeReport | EvalReport)
 
     def _evaluation(self, opened: Opened, said: EvalReport) -> None:
@@ -390,8 +392,7 @@ class Tracker:
     # The page.
 
     def _said(self, kind: str, text: str) -> None:
-        if kind != "elected":  # the builder says that itself, with the aggregator's name and why
-            self.builder.event(kind, text, when_unix=time.time())
+        self.builder.said(kind, text, when_unix=time.time())
 
     def _status(self) -> RunStatus:
         return self.builder.build(time.time())

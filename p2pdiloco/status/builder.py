@@ -33,6 +33,7 @@ from p2pdiloco.status.read_model import (
 )
 from p2pdiloco.status.traffic import Traffic
 from p2pdiloco.status.view import render_status
+from p2pdiloco.status.words import owner_words
 from p2pdiloco.wire.log import (
     Committee,
     Entry,
@@ -284,6 +285,11 @@ class StatusBuilder:
 
     # Answers
 
+    def said(self, kind: str, text: str, *, when_unix: float) -> None:
+        """By the witness's node, but for what entries tell in better words: names, and once."""
+        if kind not in ("elected", "committee", "owner", "run", "finished"):
+            self.event(kind, text, when_unix=when_unix)
+
     def take_unsaved(self) -> Unsaved:
         """What the database does not have yet; the next call gives what comes after this one."""
         new, self._new = self._new, _Pending()
@@ -452,13 +458,8 @@ class StatusBuilder:
             mark = "" if named.name == named.fingerprint else f" ({named.fingerprint})"
             who = named.name + mark  # two may have one name
         if when is not None:
-            words = {
-                "extend": f"the target is now {word.value:,} tokens",
-                "finish": "the run is finished",
-                "revoke": f"the owner revoked {who}: its deltas are refused from now on",
-                "recover": "the owner put another committee in charge; what came after here is lost",
-            }
-            self.event("owner", words.get(kind, f"the owner says {kind}"), when_unix=when)
+            by = "owner" if word.owner_sequence else "finished"
+            self.event(by, owner_words(word, who, self.version), when_unix=when)
 
     def _presence(self, was: Listed | None, row: Listed, account: Account, when: float) -> None:
         kind, text = "", ""

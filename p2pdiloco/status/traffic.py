@@ -46,6 +46,10 @@ class Traffic:
         """Forget everybody else."""
         self._by_peer = {p: c for p, c in self._by_peer.items() if p in peers}
 
+    @property
+    def contributors(self) -> int:
+        return sum(c.steps > 0 for c in self._counted())
+
     def per_step(self) -> float | None:
         """Bytes per node per outer step."""
         return _median([c.bytes / (c.version - c.since) for c in self._counted() if c.version > c.since])

@@ -53,7 +53,10 @@ def render_status(b: StatusBuilder, now: float) -> rm.RunStatus:
             tokens_per_s_24h=b.history.tokens_per_s_day(now),
             bytes_per_node_per_step=b.traffic.per_step(),
             bytes_per_node_per_token=b.traffic.per_token(),
-            times_less_than_bf16_data_parallel=b.traffic.times_less(sum(by_state[s] for s in WORKING)),
+            times_less_than_bf16_data_parallel=b.traffic.times_less(
+                # Of a run that is over nobody works: the figure stays that of those who did.
+                b.traffic.contributors if b.finished else sum(by_state[s] for s in WORKING)
+            ),
         ),
         nodes=nodes,
         nodes_by_state=dict(sorted(by_state.items())),
@@ -84,10 +87,12 @@ def render_status(b: StatusBuilder, now: float) -> rm.RunStatus:
 def _about(b: StatusBuilder) -> str:
     model = b.spec.model
     where = "on this machine" if b.spec.admission == "local" else "over the ordinary internet"
-    return f"A {model.family} model of {_millions(model.params)} parameters, trained together {where}."
+    return f"A {model.family} model of {_params(model.params)} parameters, trained together {where}."
 
 
-def _millions(n: int) -> str:
+def _params(n: int) -> str:
+    if n < 1e6:
+        return f"{n:,}"
     return f"{n / 1e9:.1f} billion" if n >= 1e9 else f"{n / 1e6:.3g} million"
 
 
@@ -104,6 +109,7 @@ def _facts(b: StatusBuilder, now: float, by_state: Counter[str], committee: rm.C
         training=sum(by_state[s] for s in WORKING),
         coming=sum(by_state[s] for s in COMING),
         resting=by_state["paused"] + by_state["leaving"],
+        revoked=sum(row.live for peer, row in b.listed.items() if peer in b.revoked),
         seats=b.committee.size,
         quorum=b.committee.quorum,
         answering=committee.answering,
@@ -208,7 +214,7 @@ def _node(b: StatusBuilder, peer: PeerId, row: Listed | None, now: float) -> rm.
         who=b.name_of(peer),
         state=state,
         device=clean_text(report.device, 48) if report else "",
-        loss=(finite(report.loss) or None) if report and live else None,
+        loss=(finite(report.loss) or None) if report and live and peer not in b.revoked else None,
         tokens_per_s=finite(report.tokens_per_s) if report and state.word in WORKING else None,
         versions_behind=behind,
         tokens=account.tokens,

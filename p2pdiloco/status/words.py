@@ -11,6 +11,7 @@ from p2pdiloco import limits
 from p2pdiloco.protocol.tracker import Listed
 from p2pdiloco.status.names import clean_text
 from p2pdiloco.status.read_model import EvalPoint, Word
+from p2pdiloco.wire.log import OwnerWord
 from p2pdiloco.words import count_of
 
 TONES = {
@@ -39,6 +40,7 @@ class RunFacts(NamedTuple):
     training: int  # nodes
     coming: int  # nodes joining or syncing
     resting: int  # nodes paused or leaving
+    revoked: int  # nodes that are connected and refused
     seats: int
     quorum: int
     answering: int
@@ -58,6 +60,8 @@ def run_word(f: RunFacts) -> Word:
         )
     if f.training + f.coming == 0:
         why = f"{_nodes(f.resting)} paused by their owners" if f.resting else "No node is connected"
+        if f.revoked and not f.resting:
+            why = f"{_nodes(f.revoked)} connected and revoked by the run's owner"
         return Word(word="waiting", tone="warn", why=f"{why}. One that trains is enough to go on.")
     if f.answering < f.quorum:
         return Word(
@@ -125,6 +129,20 @@ def node_word(
         way = "ahead" if listed.clock_offset_s > 0 else "behind"
         why = f"its clock is {abs(listed.clock_offset_s):.0f} s {way}"
     return _node(listed.state, why)
+
+
+def owner_words(word: OwnerWord, who: str, version: int) -> str:
+    """What happened by an owner entry. `who`: the node that it names; `version`: at which it stands."""
+    if not word.owner_sequence:  # warranted by the RunSpec's targets; the owner did nothing
+        return f"the target is reached: the run is over at version {version:,}"
+    return {
+        "pause": "the owner paused the run",
+        "resume": "the owner resumed the run",
+        "extend": f"the owner set the target to {count_of(word.value, 'token')}",
+        "finish": f"the owner ended the run at version {version:,}",
+        "revoke": f"the owner revoked {who}: its deltas are refused from now on",
+        "recover": "the owner put another committee in charge; what came after here is lost",
+    }[word.kind]
 
 
 def evaluators_words(point: EvalPoint) -> str:

@@ -112,6 +112,19 @@ def test_every_outcome_is_explained(root: Path) -> None:
     assert not missing, f"docs/spec/wire.md does not explain {missing}"
 
 
+def test_every_reason_of_a_refusal_is_explained(root: Path, sources: list[Path]) -> None:
+    """NOT_CHOSEN stood in people's logs and on no page."""
+    text = "".join((root / "docs/spec" / name).read_text() for name in ("http.md", "wire.md"))
+    reasons = {
+        reason
+        for path in sources
+        for reason in re.findall(r'(?:PeerError|Refused)\(\s*"([A-Z][A-Z_]+)"', path.read_text())
+    }
+    assert "NOT_CHOSEN" in reasons
+    missing = sorted(reason for reason in reasons if not re.search(rf"\b{reason}\b", text))
+    assert not missing, f"reasons that logs name and no page explains: {missing}"
+
+
 def test_every_exit_code_is_documented(root: Path) -> None:
     codes = {code for name, code in vars(exit_codes).items() if name.isupper()}
     page = (root / "docs/exit-codes.md").read_text()

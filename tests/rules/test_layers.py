@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.run.new",
         "p2pdiloco_node.taking_part.announcer",
         "p2pdiloco_node.taking_part.joining",
+        "p2pdiloco_node.taking_part.reports",
     ),
     # What people start, and its parts.
     (

@@ -25,7 +25,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import NETWORK, USAGE
 from p2pdiloco_node.process.hosts import names_loopback
-from p2pdiloco_node.telemetry import NodeStatus, state_words
+from p2pdiloco_node.telemetry import NodeStatus, state_words, step_words
 
 ANSWER_S = 3.0
 COLUMNS = 80
@@ -69,7 +69,7 @@ def in_words(s: NodeStatus) -> list[str]:
     if s.state.word != s.role:  # a witness is always one
         lines.append(state_words(s.state.word, s.state.why))
     if s.role == "node" and not s.over:
-        step = [f"inner step {s.inner_step} of {s.inner_steps}"]
+        step = [step_words(s.inner_step, s.inner_steps, s.of_a_pass)]
         step += [f"loss {s.loss:.3f}"] if s.loss is not None else []
         step += [f"{s.tokens_per_s:,.0f} tokens/s"] if s.tokens_per_s is not None else []
         lines.append(", ".join(step))

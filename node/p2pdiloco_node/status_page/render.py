@@ -18,7 +18,7 @@ from p2pdiloco_node.status_page.charts import line_chart
 
 # Live sections in the order of the page; each is a template of its own and replaced as a whole.
 SECTIONS = (
-    "notice", "summary", "figures", "curves", "evaluation", "nodes", "checkpoints", "swarm", "events",
+    "notice", "summary", "figures", "curves", "evaluation", "nodes", "join", "checkpoints", "swarm", "events",
     "health",
 )  # fmt: skip
 

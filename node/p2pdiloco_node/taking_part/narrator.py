@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from p2pdiloco.ids import PeerId, short
-from p2pdiloco_node.telemetry import BrainView, Now, Telemetry, state_words
+from p2pdiloco_node.telemetry import BrainView, Now, Telemetry, state_words, step_words
 
 log = logging.getLogger("p2pdiloco.node")
 LINE_EVERY_S = 10.0
@@ -65,10 +65,10 @@ class Narrator:
     def _line(self, now: Now, brain: BrainView) -> str:
         parts = [state_words(now.state, now.why)]
         parts += [f"last try: {now.last_try}"] if now.last_try else []
-        if brain.members:
+        if brain.members and not now.why.startswith("evaluating"):  # a run that is over: that very version
             parts.append(f"version {brain.version}")
         if now.step and now.state in ("training", "waiting"):
-            parts.append(f"inner step {now.step} of {now.inner_steps}")
+            parts.append(step_words(now.step, now.inner_steps, now.of_a_pass))
             parts += [f"loss {now.loss:.3f}"] if now.loss is not None else []
             parts += [f"{now.tokens_per_s:,.0f} tokens/s"] if now.tokens_per_s is not None else []
         if now.last_outcome:

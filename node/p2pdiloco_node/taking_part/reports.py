@@ -74,17 +74,20 @@ class Reports:
             log.warning("The tracker was away: the evaluation of version %s is not reported.", versions)
 
     async def _say(self, report: EvalReport) -> None:
-        """Several times: a report may come before its version is certified at the tracker."""
-        times = 0
-        while times < limits.evaluation_said_times:
-            if times:
-                await self._pause(limits.evaluation_said_every_s)
+        pause_s = limits.evaluation_unsaid_s
+        while True:
             try:
                 # A copy, because the same message would be sealed once and be a replay afterwards.
                 await self._deliver(msgspec.structs.replace(report))
-                times += 1
-            except Refused:
-                return  # of an epoch that the owner ended, or for others to evaluate; the client says why
-            except TransportError as error:
-                await self._pause(max(error.retry_after_s or 0, limits.evaluation_unsaid_s))
+            except Refused as error:
+                # Of an epoch that the owner ended, or for others to evaluate; the client says why. Who is in
+                # another epoch than the tracker just now is told of the newer one, or waits for it to follow.
+                if error.reason != "WRONG_EPOCH":
+                    return
+            except TransportError:
+                pass  # away, or its log is not so far yet
+            else:
+                break
+            await self._pause(pause_s)
+            pause_s = min(2 * pause_s, limits.evaluation_unsaid_s_max)
         self._taken(report.version)

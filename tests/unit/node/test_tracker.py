@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from p2pdiloco.errors import OperatorError
+from p2pdiloco.errors import OperatorError, PeerError, TransportError
+from p2pdiloco.ids import PeerId
+from p2pdiloco.wire.messages import EvalReport, SetLoss
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.config import HostPort, TrackerConfig
 from p2pdiloco_node.process.lifetime import Leaving
@@ -72,3 +74,18 @@ def test_a_folder_without_a_run_comes_with_advice_that_run_new_takes(
     assert "There is no run in books: name a run's folder" in said
     assert said.endswith(f"run new --out {out}.\n")
     assert ("in another folder" in said) == (out == "DIR")
+
+
+@pytest.mark.parametrize("reason", ["UNKNOWN_PEER", "TOO_EARLY"])
+def test_an_evaluation_that_comes_too_early_is_asked_for_again(reason: str) -> None:
+    """A tracker that had just started took the report, knew nobody yet, and nobody said it again."""
+    made = tracker("")
+
+    def root_of(version: int, said: bytes) -> bytes:
+        raise PeerError(reason, f"version {version} is not known here")
+
+    made.page = cast("Any", SimpleNamespace(root_of=root_of))
+    report = EvalReport(4, bytes(32), (SetLoss(2.0, 10),))
+    opened = cast("Any", SimpleNamespace(message=report, sender=PeerId(bytes(32))))
+    with pytest.raises(TransportError, match="version 4 is not known here"):
+        made._takes_message(opened, b"", "127.0.0.1")

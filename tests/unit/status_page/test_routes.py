@@ -321,7 +321,7 @@ async def test_a_live_page_gets_everything_once_and_then_what_changed(serve, fak
         assert answer.content_type == "text/event-stream"
         first = await next_event(answer)
         assert set(first["sections"]) == {
-            "notice", "summary", "figures", "curves", "evaluation", "nodes", "checkpoints", "swarm",
+            "notice", "summary", "figures", "curves", "evaluation", "nodes", "join", "checkpoints", "swarm",
             "events",
             "health",
         }  # fmt: skip
@@ -409,3 +409,23 @@ async def test_a_saved_copy_needs_no_server(fake_run):
     assert "link" not in seen.tags
     assert "copy saved at" in seen.text
     assert "prefers-color-scheme: dark" in text
+
+
+async def test_a_run_that_is_over_offers_what_it_made_and_asks_nobody_to_join(serve, fake_run):
+    run = fake_run()
+    run.step([(1, 1000, 3.0)])
+    client = await serve(run)
+    page = await (await client.get("/")).text()
+    assert "Join with your machine" in page
+    assert page.count('id="join-title"') == 1
+    run.owner("finish")
+    over = await (await (await serve(run)).get("/")).text()
+    assert "One node is enough" not in over
+    assert "Join with" not in over
+    assert "p2pdiloco node --join" not in over
+    assert "p2pdiloco export --join" in over
+    assert "The run is over" in over
+    assert "time to go" not in over
+    assert "No version is offered yet" not in over
+    assert "Less traffic" not in over, "of nobody there is no figure"
+    assert "Less traffic" in page

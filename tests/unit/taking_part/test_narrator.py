@@ -83,11 +83,11 @@ def test_an_end_that_waits_says_what_for_until_it_does_not() -> None:
     kit.telemetry.stays = "others fetch the last entries"
     kit.telemetry.evaluates = "evaluating version 2"
     kit.telemetry.run_ended(2)
-    assert kit.line(0) == "over: evaluating version 2; version 2"
+    assert kit.line(0) == "over: evaluating version 2"
     kit.telemetry.evaluates = "evaluating version 2, 30 %"
-    assert kit.line(9) == "over: evaluating version 2, 30 %; version 2"
+    assert kit.line(9) == "over: evaluating version 2, 30 %"
     assert kit.line(9) == ""
-    assert kit.line(1) == "over: evaluating version 2, 30 %; version 2"
+    assert kit.line(1) == "over: evaluating version 2, 30 %"
     kit.telemetry.evaluates = ""
     assert kit.line(1) == "over: others fetch the last entries; version 2"
 
@@ -98,3 +98,21 @@ def test_the_end_of_the_run_is_said_once() -> None:
     assert kit.line(0) == "over; version 2"
     kit.telemetry.why = "catching up with the swarm"
     assert kit.line(60) == ""
+
+
+def test_a_pass_that_is_longer_than_the_run_says_so() -> None:
+    """ "inner step 7 of 16" in a run with passes of 4 looked like an error."""
+    kit = Kit()
+    kit.telemetry.stepped(7, 32, 2.5, 1200.0, 0.1, 2)
+    assert "inner step 7 of 32 in a pass that is longer than 8; loss" in kit.line(0)
+
+
+def test_a_node_that_waits_has_no_speed() -> None:
+    """One that the owner had revoked went on showing what it had done hours before."""
+    kit = Kit()
+    kit.telemetry.stepped(3, 8, 2.5, 1234.4, 0.1, 2)
+    kit.telemetry.waiting("the owner revoked this node")
+    line = kit.line(0)
+    assert "inner step 3 of 8; loss 2.500" in line
+    assert "tokens/s" not in line
+    assert kit.telemetry.report(2, bytes_up=0, bytes_down=0).tokens_per_s == 0

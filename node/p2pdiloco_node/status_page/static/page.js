@@ -25,7 +25,19 @@ function show(message) {
     if (name === "notice") wasOld = html.trim() !== "";
   }
   mark();
+  offerCopy();
   age();
+}
+
+function offerCopy() {
+  const copy = document.getElementById("copy");
+  if (!copy || !copy.hidden || !navigator.clipboard) return;
+  copy.hidden = false;
+  copy.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(document.getElementById("line").textContent);
+    copy.textContent = "Copied";
+    setTimeout(() => { copy.textContent = "Copy"; }, 2000);
+  });
 }
 
 function age() {
@@ -58,16 +70,7 @@ find.addEventListener("input", () => {
   mark();
 });
 
-const copy = document.getElementById("copy");
-if (copy && navigator.clipboard) {
-  copy.hidden = false;
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(document.getElementById("line").textContent);
-    copy.textContent = "Copied";
-    setTimeout(() => { copy.textContent = "Copy"; }, 2000);
-  });
-}
-
 mark();
+offerCopy();
 setInterval(age, 1000);
 connect();
