@@ -6,7 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter, Token
+from cyclopts import UNSET, App, ArgumentCollection, Parameter, Token
+
+from p2pdiloco.errors import OperatorError
+from p2pdiloco.exit_codes import USAGE
+
+MAY_BE_EMPTY = "--prompt"  # a text of no letters is one, too
+
+
+def refuse_empty(_app: App, _command: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """An unset variable in quotes is a word without letters, and as a folder it would be the current one.
+
+    Raises: OperatorError (usage).
+    """
+    for argument in arguments:
+        typed = [token.value for token in argument.tokens if token.implicit_value is UNSET]
+        if argument.name != MAY_BE_EMPTY and not all(value.strip() for value in typed):
+            raise OperatorError(f"{argument.name} is empty (an unset variable?): say which is meant.", USAGE)
 
 
 def _whole(_kind: Any, tokens: Sequence[Token]) -> int:

@@ -214,3 +214,74 @@ def test_a_pass_of_the_demo_has_enough_inner_steps_however_busy_the_machine() ->
     assert steps_of_a_pass(0.1, None) == 40
     assert steps_of_a_pass(3.0, None) == STEPS_MIN
     assert steps_of_a_pass(3.0, 2) == 2, "as asked for"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("run inspect EMPTY", "RUN"),
+        ("run pause EMPTY", "RUN"),
+        ("run finish EMPTY --yes", "RUN"),
+        ("run revoke EMPTY dave --yes", "RUN"),
+        ("run revoke x EMPTY --yes", "PEER"),
+        ("run fork EMPTY --out x", "RUN"),
+        ("run new --name n --model llama:tiny --out EMPTY", "--out"),
+        ("run new --name n --model EMPTY --out x", "--model"),
+        ("run new --name n --model llama:tiny --data a.txt --data EMPTY --out x", "--data"),
+        ("run new --name n --model llama:tiny --owner-key EMPTY --out x", "--owner-key"),
+        ("run pause x --owner-key EMPTY", "--owner-key"),
+        ("node --join EMPTY", "--join"),
+        ("node --join http://127.0.0.1:1/ --data-dir EMPTY", "--data-dir"),
+        ("tracker --run EMPTY", "--run"),
+        ("tracker --run x --config EMPTY", "--config"),
+        ("export EMPTY --run x", "OUT"),
+        ("export x --run EMPTY", "--run"),
+        ("generate --prompt It --from EMPTY", "--from"),
+        ("verify EMPTY", "FOLDER"),
+        ("simulate EMPTY", "EXPERIMENT"),
+        ("simulate x --json EMPTY", "--json"),
+        ("demo --keep EMPTY", "--keep"),
+        ("status --url EMPTY", "--url"),
+        ("config show --config EMPTY", "--config"),
+    ],
+)
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_word_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str,
+    what: str, empty: str,
+) -> None:  # fmt: skip
+    """`"$UNSET"` in a script."""
+    monkeypatch.chdir(tmp_path)
+    assert run_command([empty if word == "EMPTY" else word for word in line.split()]) == 2
+    told = capsys.readouterr().err
+    assert told == f"p2pdiloco: {what} is empty (an unset variable?): say which is meant.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_equals_sign_with_nothing_behind_it_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "fork", "x", "--out="]) == 2
+    assert capsys.readouterr().err.startswith("p2pdiloco: --out is empty")
+
+
+def test_an_empty_prompt_is_a_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run_command(["generate", "--prompt", "", "--from", str(tmp_path / "none")]) == 3
+    assert "neither a folder nor a link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [("node", "data_dir"), ("node", "tensorboard"), ("tracker", "run"), ("tracker", "tensorboard")],
+)
+def test_an_empty_folder_in_a_variable_or_a_file_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str,
+    key: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'{key} = ""\n')
+    assert run_command([command, "--config", str(settings)]) == 3
+    assert f"settings.toml: {key} is empty" in capsys.readouterr().err
+    monkeypatch.setenv(f"P2PDILOCO_{key.upper()}", "")
+    assert run_command([command]) == 3
+    assert f"P2PDILOCO_{key.upper()}: {key} is empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.toml"]
