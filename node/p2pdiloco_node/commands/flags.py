@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from cyclopts import UNSET, App, ArgumentCollection, Parameter, Token
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
 
+NUMBER = re.compile(r"\d+(\.\d+)?(?=\s*[A-Za-z/%]+$)")  # in front of a unit
 MAY_BE_EMPTY = "--prompt"  # a text of no letters is one, too
 
 
@@ -33,6 +35,17 @@ def _whole(_kind: Any, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{tokens[0].value!r} is not a whole number") from None
 
 
+def _number(_kind: Any, tokens: Sequence[Token]) -> float:
+    """In the unit that the flag's name says."""
+    text = tokens[0].value
+    try:
+        return float(text)
+    except ValueError:
+        found = NUMBER.match(text.strip())
+        advice = f": give it without a unit, as {found[0]}" if found else ""
+        raise ValueError(f"{text!r} is not a number{advice}") from None
+
+
 def _file_or_dash(_kind: Any, tokens: Sequence[Token]) -> str:
     """A file's name, or `-` alone: another flag in its place is a slip."""
     word = tokens[0].value
@@ -41,6 +54,7 @@ def _file_or_dash(_kind: Any, tokens: Sequence[Token]) -> str:
     return word
 
 
+Number = Annotated[float, Parameter(converter=_number)]
 Whole = Annotated[int, Parameter(converter=_whole)]
 FileOrDash = Annotated[str | None, Parameter(converter=_file_or_dash, allow_leading_hyphen=True)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", help="TOML file with settings.")]
