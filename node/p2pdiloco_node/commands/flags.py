@@ -13,7 +13,8 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import USAGE
 
 NUMBER = re.compile(r"\d+(\.\d+)?(?=\s*[A-Za-z/%]+$)")  # in front of a unit
-MAY_BE_EMPTY = "--prompt"  # a text of no letters is one, too
+# A text of no letters is one, too; a list of no peers is refused where it is said what to do instead.
+MAY_BE_EMPTY = ("--prompt", "--peers")
 
 
 def refuse_empty(_app: App, _command: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -23,7 +24,7 @@ def refuse_empty(_app: App, _command: tuple[str, ...], arguments: ArgumentCollec
     """
     for argument in arguments:
         typed = [token.value for token in argument.tokens if token.implicit_value is UNSET]
-        if argument.name != MAY_BE_EMPTY and not all(value.strip() for value in typed):
+        if argument.name not in MAY_BE_EMPTY and not all(value.strip() for value in typed):
             raise OperatorError(f"{argument.name} is empty (an unset variable?): say which is meant.", USAGE)
 
 

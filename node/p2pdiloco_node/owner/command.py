@@ -24,7 +24,7 @@ from p2pdiloco_node.owner.fork import fork
 from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
-from p2pdiloco_node.progress import Quiet, Told, shown
+from p2pdiloco_node.progress import Bar, Quiet, Told, shown
 from p2pdiloco_node.run.checks import Declared, about_a_node
 from p2pdiloco_node.run.file import Parts
 from p2pdiloco_node.run.inspect import Now, as_plain, in_lines, sections
@@ -32,6 +32,7 @@ from p2pdiloco_node.run.new import owner_key_path
 from p2pdiloco_node.transport.http_session import make_session
 
 T = TypeVar("T")
+YES, NO = ("y", "yes"), ("", "n", "no")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,8 @@ def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = False
         said = _with_run(
             reach, told,
             lambda seen: say_word(
-                seen, wanted, reach.key, wait_s=reach.wait_s, agree=None if yes else _agreed
+                seen, wanted, reach.key, wait_s=reach.wait_s,
+                agree=None if yes else lambda text: _agreed(text, told),
             ),
         )  # fmt: skip
     if as_json:
@@ -93,13 +95,14 @@ def print_recovered(
 ) -> int:  # fmt: skip
     """Rescue a run and print who follows. Raises: OperatorError."""
 
-    def agree(text: str) -> bool:
-        print(text, file=sys.stderr, flush=True)
-        if not yes:
-            _agreed("A recovery cannot be taken back.")
-        return True
-
     with _told(as_json) as told:
+
+        def agree(text: str) -> bool:
+            print(text, file=sys.stderr, flush=True)
+            if not yes:
+                _agreed("A recovery cannot be taken back.", told)
+            return True
+
         done = _with_run(
             reach, told,
             lambda seen: recover(
@@ -117,12 +120,24 @@ def print_recovered(
     return 0
 
 
-def _agreed(text: str) -> None:
+def _agreed(text: str, told: Told) -> None:
     """Ask the person at the terminal. Raises: OperatorError: no, or nobody to ask."""
     if not sys.stdin.isatty():
         raise OperatorError(f"{text} Where nobody can be asked, say so with --yes.", USAGE)
-    if input(f"{text} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise OperatorError("Nothing was said.", USAGE)
+    # A bar draws over the question, and takes what stands in brackets in it for a colour.
+    aside = told.bars if isinstance(told, Bar) else None
+    if aside is not None:
+        aside.stop()
+    try:
+        said = input(f"{text} Go on, yes or no? ").strip().lower()
+    except EOFError:  # Ctrl-D
+        said = ""
+    finally:
+        if aside is not None:
+            aside.start()
+    if said not in YES:
+        why = "" if said in NO else f" {said[:40]!r} is neither yes nor no."
+        raise OperatorError(f"Nothing was said.{why}", USAGE)
 
 
 def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:
