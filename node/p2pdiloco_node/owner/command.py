@@ -26,6 +26,7 @@ from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
 from p2pdiloco_node.progress import Bar, Quiet, Told, shown
 from p2pdiloco_node.run.checks import Declared, about_a_node
+from p2pdiloco_node.run.command import when_over
 from p2pdiloco_node.run.file import Parts
 from p2pdiloco_node.run.inspect import Now, as_plain, in_lines, sections
 from p2pdiloco_node.run.new import owner_key_path
@@ -194,6 +195,7 @@ def print_forked(
         return 0
     for warning in made.warnings:
         print(warning)
+    print(when_over(made.spec.target_tokens, made.spec.target_version))
     print(
         f"Run {made.run.hex()}\nis ready in {out}: version 0 is version {parent.version:,} of run "
         f"{parent.run.hex()[:16]}. Serve it with: p2pdiloco tracker --run {out} --listen HOST:PORT"

@@ -45,13 +45,22 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
                 out, owner_key=owner_key, declared=declared, told=told,
             )
         )  # fmt: skip
-    if not run.get("outer_steps"):
-        print(
-            f"It is over after {run.get('tokens', TOKENS):,} tokens, and the learning rate falls until then: "
-            "--tokens sets both."
-        )
+    print(when_over(run.get("tokens", TOKENS), run.get("outer_steps", 0)))
     print(
         f"Run {made.hex()}\nis ready in {out}. Serve it with: "
         f"p2pdiloco tracker --run {out} --listen HOST:PORT"
     )
     return 0
+
+
+def when_over(target_tokens: int, target_version: int) -> str:
+    """When a run that was just made ends, and what sets that."""
+    if not target_version:
+        return (
+            f"It is over after {target_tokens:,} tokens, and the learning rate falls until then: "
+            "--tokens sets both."
+        )
+    return (
+        f"It is over at version {target_version:,} (--outer-steps), or before that after {target_tokens:,} "
+        "tokens (--tokens), until which the learning rate falls."
+    )
