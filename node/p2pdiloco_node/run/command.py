@@ -10,7 +10,7 @@ from p2pdiloco.exit_codes import USAGE
 from p2pdiloco_node.progress import shown
 from p2pdiloco_node.run.checks import Declared
 from p2pdiloco_node.run.file import Parts
-from p2pdiloco_node.run.new import Order, create_run
+from p2pdiloco_node.run.new import Order, create_run, when_over
 
 TOKENS, EVAL_EVERY, SEED = 20_000_000, 8, 1  # where nobody says otherwise
 
@@ -51,16 +51,3 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
         f"p2pdiloco tracker --run {out} --listen HOST:PORT"
     )
     return 0
-
-
-def when_over(target_tokens: int, target_version: int) -> str:
-    """When a run that was just made ends, and what sets that."""
-    if not target_version:
-        return (
-            f"It is over after {target_tokens:,} tokens, and the learning rate falls until then: "
-            "--tokens sets both."
-        )
-    return (
-        f"It is over at version {target_version:,} (--outer-steps), or before that after {target_tokens:,} "
-        "tokens (--tokens), until which the learning rate falls."
-    )

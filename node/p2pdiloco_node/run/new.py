@@ -435,3 +435,16 @@ def check_folder(out: Path) -> None:
         raise OperatorError(f"{out} is not a folder; choose another with --out.")
     if others := guarded(lambda: others_in(out), out):
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
+
+
+def when_over(target_tokens: int, target_version: int) -> str:
+    """When a run that was just made ends, and what sets that."""
+    if not target_version:
+        return (
+            f"It is over after {target_tokens:,} tokens, and the learning rate falls until then: "
+            "--tokens sets both."
+        )
+    return (
+        f"It is over at version {target_version:,} (--outer-steps), or before that after {target_tokens:,} "
+        "tokens (--tokens), until which the learning rate falls."
+    )

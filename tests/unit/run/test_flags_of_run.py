@@ -19,7 +19,7 @@ from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.corpus import making
-from p2pdiloco_node.run.command import when_over
+from p2pdiloco_node.run.new import when_over
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training import version_0
