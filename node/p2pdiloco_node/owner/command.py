@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -129,15 +131,32 @@ def _agreed(text: str, told: Told) -> None:
     if aside is not None:
         aside.stop()
     try:
-        said = input(f"{text} Go on, yes or no? ").strip().lower()
+        with _interrupted_at_once():
+            said = input(f"{text} Go on, yes or no? ").strip().lower()
     except EOFError:  # Ctrl-D
         said = ""
+    except KeyboardInterrupt:
+        print("\nNothing was said.", file=sys.stderr, flush=True)
+        raise
     finally:
         if aside is not None:
             aside.start()
     if said not in YES:
         why = "" if said in NO else f" {said[:40]!r} is neither yes nor no."
         raise OperatorError(f"Nothing was said.{why}", USAGE)
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """An event loop only takes note of Ctrl-C, and goes on with what it does: a question stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,25 @@ def test_a_person_is_told_which_answers_there_are(
         else:
             command._agreed("It ends run '[b]'.", bar)
         assert bar.bars.live.is_started
+
+
+@pytest.mark.usefixtures("followed")
+@pytest.mark.parametrize("words", [["finish", LINK], ["recover", LINK]])
+def test_ctrl_c_answers_a_question(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """The event loop has its own answer to it, which is none while somebody is asked."""
+
+    def asked(_question: str) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "yes"
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert run_command(["run", *words]) == 130
+    shown = capsys.readouterr()
+    assert shown.err.endswith("\nNothing was said.\n")
+    assert "7" not in shown.out
 
 
 @pytest.mark.parametrize(("named", "seats"), [((), {"A"}), (("C",), {"C"})])
