@@ -17,10 +17,19 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError
-from p2pdiloco.exit_codes import INTERRUPTED, OURS, USAGE
+from p2pdiloco.exit_codes import FILES, INTERRUPTED, OURS, USAGE
 from p2pdiloco_node import __version__
 from p2pdiloco_node.commands import model, run
-from p2pdiloco_node.commands.flags import ConfigFile, FileOrDash, Flag, Globs, Hidden, Whole, Words
+from p2pdiloco_node.commands.flags import (
+    ConfigFile,
+    FileOrDash,
+    Flag,
+    Globs,
+    Hidden,
+    Whole,
+    Words,
+    refuse_empty,
+)
 from p2pdiloco_node.commands.slips import slip
 from p2pdiloco_node.config import (
     INTERNAL,
@@ -37,6 +46,7 @@ app = App(
     name="p2pdiloco",
     help="Train one language model together over the ordinary internet.",
     version=f"p2pdiloco {__version__}",
+    config=refuse_empty,
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
@@ -381,14 +391,28 @@ def version() -> int:
 
 
 def _node_config(config: Path | None, flags: dict[str, object]) -> Loaded[NodeConfig]:
-    return load(
-        NodeConfig, {k: v for k, v in flags.items() if k in NodeConfig.__struct_fields__}, file=config
-    )
+    flags = {k: v for k, v in flags.items() if k in NodeConfig.__struct_fields__}
+    loaded = load(NodeConfig, flags, file=config)
+    _check_folders(loaded.origins, loaded.values, "data_dir", "tensorboard")
+    return loaded
 
 
 def _tracker_config(config: Path | None, flags: dict[str, object]) -> Loaded[TrackerConfig]:
     flags = {k: v for k, v in flags.items() if k in TrackerConfig.__struct_fields__}
-    return load(TrackerConfig, flags, file=config)
+    loaded = load(TrackerConfig, flags, file=config)
+    _check_folders(loaded.origins, loaded.values, "run", "tensorboard")
+    return loaded
+
+
+def _check_folders(origins: dict[str, str], values: NodeConfig | TrackerConfig, *keys: str) -> None:
+    """A folder without a name would be the current one, also where a variable or a file says it.
+
+    Raises: OperatorError.
+    """
+    for key in keys:
+        folder = getattr(values, key)
+        if origins[key] != "default" and isinstance(folder, str) and not folder.strip():
+            raise OperatorError(f"{origins[key]}: {key} is empty: say which folder is meant.", FILES)
 
 
 def run_command(arguments: Sequence[str]) -> int:

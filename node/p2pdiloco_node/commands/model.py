@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from p2pdiloco_node.commands.flags import Flag, Text, Whole
+from p2pdiloco_node.commands.flags import Flag, Number, Text, Whole
 
 
 def export(
@@ -54,8 +54,8 @@ def generate(
     from_: Annotated[str, Parameter(name="--from")],
     prompt: Text,
     tokens: Whole = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    temperature: Number = 0.0,
+    top_p: Number = 1.0,
     seed: Whole | None = None,
     device: str = "auto",
     json: Flag = False,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from p2pdiloco_node.commands.flags import ConfigFile, Flag, Globs, Whole
+from p2pdiloco_node.commands.flags import ConfigFile, Flag, Globs, Number, Whole
 
 if TYPE_CHECKING:
     from p2pdiloco_node.owner.command import Reach
@@ -33,7 +33,7 @@ class Speaking:
     """Your key. Left out: owner.key in your configuration folder."""
     peers: Peers = None
     """HOST:PORT of nodes to ask when the tracker is away; may be given several times."""
-    wait_s: float = 120.0
+    wait_s: Number = 120.0
     """Seconds to wait until the committee has put it into the log."""
     json: Flag = False
     """Print the result for programs."""
@@ -49,11 +49,11 @@ class Speaking:
 class Expected:
     """Machines that the run is meant for."""
 
-    up_mbit: float = 20.0
+    up_mbit: Number = 20.0
     """Upload of a node, in Mbit/s: a pass shorter than its transfer is refused."""
-    down_mbit: float = 100.0
+    down_mbit: Number = 100.0
     """Download of a node, in Mbit/s."""
-    memory_gb: float | None = None
+    memory_gb: Number | None = None
     """GPU memory of a node, in GiB: a model that does not fit is refused."""
 
     def declared(self) -> Declared:
@@ -79,11 +79,11 @@ class Figures:
     """End after so many versions, whatever the tokens; 0, or left out in a new run: by tokens alone."""
     inner_steps: Whole | None = None
     """Inner steps of a pass (H)."""
-    pass_s: float | None = None
+    pass_s: Number | None = None
     """Seconds from the first adoption in a pass to its end, if H steps are not taken before."""
     batch: Whole | None = None
     """Sequences of one inner step of one node."""
-    lr: float | None = None
+    lr: Number | None = None
     """Highest learning rate of the inner loop."""
     eval_every: Whole | None = None
     """Versions from one evaluation to the next. Left out in a new run: 8."""

@@ -81,14 +81,9 @@ def plan_data(request: Request) -> Planned:
 def check_work(planned: Planned, out: Path, beside_bytes: int = 0) -> None:
     """Whether `make_data` may begin: before anything else takes time. `beside_bytes`: as there.
 
-    Raises: OperatorError: another call makes a run in `out`, it holds the beginning of another run, or the
-        disk is too small.
+    Raises: OperatorError: `out` holds the beginning of another run, or the disk is too small.
     """
-    work = Work(out / MAKING)
-    if work.root.is_dir():
-        with Taken(work):
-            pass
-    old = work.plan()
+    old = Work(out / MAKING).plan()
     if old is None:
         check_disk(planned.plan, out, Quiet(), beside_bytes)
     else:

@@ -29,6 +29,7 @@ KINDS = {
 PACKED = {".gz": "gz", ".zst": "zst", ".zstd": "zst"}
 # Of a folder only what is surely text; everything else is named by a glob.
 TEXT_IN_FOLDERS = {".txt", ".text", ".md", ".rst", ".tex"}
+FOR_THE_SHELL = set("*?[{}]~$ ")  # what it puts something else in the place of, or cuts the word at
 NAME = re.compile(rf"[\w .-]{{1,{limits.name_chars_max}}}")
 UNPACKED_FACTOR = 4  # text in a compressed file by its size: web text and prose shrink 2.5 to 4 times
 # The standard library's tests are as large as the rest and full of generated tables.
@@ -128,6 +129,8 @@ def _checked(arguments: Sequence[str]) -> Sequence[str]:
         raise OperatorError(
             f"--data is given {len(arguments)} times, {limits.corpus_arguments_max} are the most: use globs."
         )
+    if not all(argument.strip() for argument in arguments):
+        raise OperatorError("one of the names of data files is empty: say which file or folder is meant.")
     return arguments
 
 
@@ -152,7 +155,8 @@ def _matches(argument: str) -> set[Path]:
     named = [str(place)] if place.is_file() else glob.iglob(str(place), recursive=True)  # noqa: PTH207  # absolute patterns
     files = {path for path in map(Path, named) if path.is_file()}
     if not files:
-        raise OperatorError(f"no file matches {argument!r}; check the path, and quote it for the shell.")
+        advice = ", and quote it for the shell" if FOR_THE_SHELL & set(argument) else ""
+        raise OperatorError(f"no file matches {argument!r}; check the path{advice}.")
     return files
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -213,15 +214,7 @@ class Taken:
 
     def __enter__(self) -> Self:
         """Raises: OperatorError: another process has it."""
-        root = self._work.root
-        make_folder(self._work.files, root)
-        fd = guarded(lambda: lock_folder(root), root)
-        if fd is None:
-            raise OperatorError(
-                f"Another p2pdiloco makes a run in {root.parent}: wait for it, or choose another folder with "
-                "--out."
-            )
-        self._fd = fd
+        self._fd = _locked(self._work)
         for folder in (self._work.segments, self._work.tokens):
             make_folder(self._work.files, folder)
         return self
@@ -230,6 +223,37 @@ class Taken:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._fd)
+
+
+@contextmanager
+def claimed(work: Work) -> Iterator[None]:
+    """While it is entered, nobody else begins to make a run there: what comes before the work takes minutes.
+
+    Folders that were made for that are gone at the end where nothing is in them.
+
+    Raises: OperatorError: another process is at work there.
+    """
+    new = [folder for folder in (work.root, *work.root.parents) if not folder.exists()]
+    fd = _locked(work)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for folder in new:
+                folder.rmdir()
+        os.close(fd)
+
+
+def _locked(work: Work) -> int:
+    """Raises: OperatorError: another process has it."""
+    make_folder(work.files, work.root)
+    fd = guarded(lambda: lock_folder(work.root), work.root)
+    if fd is None:
+        raise OperatorError(
+            f"Another p2pdiloco makes a run in {work.root.parent}: wait for it, or choose another folder "
+            "with --out."
+        )
+    return fd
 
 
 def _parts(number: int, entry: Input, most: int) -> list[tuple[Part, int]]:

@@ -10,10 +10,11 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 import msgspec
 
@@ -23,7 +24,8 @@ from p2pdiloco.exit_codes import RESOURCES, USAGE
 from p2pdiloco_node.export.command import Options as ExportOptions
 from p2pdiloco_node.export.command import ended_by_sigterm, export
 from p2pdiloco_node.export.hf_folder import CONFIG, FACTS
-from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
+from p2pdiloco_node.generation.lines import Doing, Done, Failed, Line, Noticed, Request, Said
+from p2pdiloco_node.progress import Told
 from p2pdiloco_node.progress import shown as progress_shown
 from p2pdiloco_node.storage.scratch import temporary_folder
 from p2pdiloco_node.training.supervisor import trainer_environment
@@ -32,6 +34,7 @@ WORKER = (sys.executable, "-P", "-m", "p2pdiloco_node.generation.worker")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 SEED_MAX = 2**63 - 1
 TEMPERATURE_MAX = 100.0
+SILENT_S = 3.0  # without a terminal: most answers of small models come sooner
 ASK_STDIN = "-"
 # A model may write what a terminal obeys: shown as a mark there, passed on as it is to a file or a program.
 _CONTROLS = {code: "\ufffd" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}
@@ -71,7 +74,6 @@ def print_generated(options: Options) -> int:
             text, done = _listen(request, None)
             print(json.dumps(_as_json(options, seed, text, done, folder)))
         else:
-            _show(options.prompt, sys.stdout)
             _, done = _listen(request, sys.stdout)
             print(flush=True)
     return 0
@@ -125,10 +127,57 @@ def _folder_of(source: str) -> Iterator[Path]:
         yield out
 
 
+class _Beginning:
+    """Says on standard error what goes on before the first text: torch alone takes many seconds to start.
+
+    At once on a terminal; elsewhere after some seconds, so that a quick answer comes alone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shown = ExitStack()
+        self._told: Told | None = None  # None: nothing is said yet, or any more
+        self._timer = threading.Timer(SILENT_S, self._begin)
+        self._timer.daemon = True
+        self._what = "Starting torch"
+        self._over = False
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            self._begin()
+        else:
+            self._timer.start()
+        return self
+
+    def at(self, what: str) -> None:
+        with self._lock:
+            self._what = what
+            if self._told is not None:
+                self._told.progress(what, 0.0)
+
+    def ends(self) -> bool:
+        """Whether this is the first call."""
+        self._timer.cancel()
+        with self._lock:
+            first, self._over, self._told = not self._over, True, None
+        self._shown.close()
+        return first
+
+    def __exit__(self, *_: object) -> None:
+        self.ends()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self._over:
+                self._told = self._shown.enter_context(progress_shown(on_stderr=True))
+                self._told.progress(self._what, 0.0)
+
+
 def _listen(request: Request, shown: TextIO | None) -> tuple[str, Done]:
     """Everything that was said. Raises: OperatorError: the process failed, with its last words."""
     text: list[str] = []
     with (
+        _Beginning() as beginning,
         tempfile.TemporaryFile() as words,  # a pipe that nobody reads would stop it
         subprocess.Popen(
             WORKER,
@@ -146,6 +195,11 @@ def _listen(request: Request, shown: TextIO | None) -> tuple[str, Done]:
                 process.stdin.close()
             for data in process.stdout:
                 line: Line = msgspec.json.decode(data, type=Line)
+                if isinstance(line, Doing):
+                    beginning.at(line.what)
+                    continue
+                if beginning.ends() and shown is not None and not isinstance(line, Failed):
+                    _show(request.prompt, shown)
                 match line:
                     case Said(piece):
                         text.append(piece)

@@ -17,6 +17,12 @@ class Request(msgspec.Struct, frozen=True):
     device: str  # auto, cpu, cuda, cuda:N
 
 
+class Doing(msgspec.Struct, frozen=True, tag="doing"):
+    """What takes time before the first piece of text."""
+
+    what: str
+
+
 class Said(msgspec.Struct, frozen=True, tag="said"):
     """The next piece of text."""
 
@@ -43,4 +49,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     exit_code: int
 
 
-Line = Said | Noticed | Done | Failed
+Line = Doing | Said | Noticed | Done | Failed

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.exit_codes import FILES, RESOURCES
-from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
+from p2pdiloco_node.generation.lines import Doing, Done, Failed, Line, Noticed, Request, Said
 from p2pdiloco_node.tokenizer_json import TokenizerRefused, check_tokenizer, library_asked
 from p2pdiloco_node.training.checkpoint_reader import difference
 from p2pdiloco_node.training.model_choice import TOKENIZER, check_parts
@@ -214,7 +214,9 @@ def main() -> None:
 
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
     try:
+        say(Doing("Opening the model"))
         talk = Talk(Path(request.folder), request.device)
+        say(Doing("Reading the prompt"))
         began = time.monotonic()
         made, why = talk.go_on(
             request.prompt,

@@ -103,7 +103,7 @@ def choose_arms(study: Study, arms: str | None, against: str | None) -> Study:
     for flag, name in [*(("--arms", n) for n in names), *([("--against", against)] if against else [])]:
         if name not in known:
             raise OperatorError(
-                f"{flag} {shown(name)}: there is no such arm{nearest(name, known)} The file has "
+                f"{flag} {shown(name)}: there is no such arm{nearest(name, known) or '.'} The file has "
                 f"{', '.join(known)}.", USAGE,
             )  # fmt: skip
     if against:

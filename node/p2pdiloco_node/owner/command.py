@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 import json
 import shlex
+import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,14 +27,15 @@ from p2pdiloco_node.owner.fork import fork
 from p2pdiloco_node.owner.rescue import recover
 from p2pdiloco_node.owner.seen_run import SeenRun, link_of, open_run
 from p2pdiloco_node.owner.words import Followed, Wanted, say_word
-from p2pdiloco_node.progress import Quiet, Told, shown
+from p2pdiloco_node.progress import Bar, Quiet, Told, shown
 from p2pdiloco_node.run.checks import Declared, about_a_node
 from p2pdiloco_node.run.file import Parts
 from p2pdiloco_node.run.inspect import Now, as_plain, in_lines, sections
-from p2pdiloco_node.run.new import owner_key_path
+from p2pdiloco_node.run.new import owner_key_path, when_over
 from p2pdiloco_node.transport.http_session import make_session
 
 T = TypeVar("T")
+YES, NO = ("y", "yes"), ("", "n", "no")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,8 @@ def print_word(reach: Reach, wanted: Wanted, *, as_json: bool, yes: bool = False
         said = _with_run(
             reach, told,
             lambda seen: say_word(
-                seen, wanted, reach.key, wait_s=reach.wait_s, agree=None if yes else _agreed
+                seen, wanted, reach.key, wait_s=reach.wait_s,
+                agree=None if yes else lambda text: _agreed(text, told),
             ),
         )  # fmt: skip
     if as_json:
@@ -94,13 +98,14 @@ def print_recovered(
 ) -> int:  # fmt: skip
     """Rescue a run and print who follows. Raises: OperatorError."""
 
-    def agree(text: str) -> bool:
-        print(text, file=sys.stderr, flush=True)
-        if not yes:
-            _agreed("A recovery cannot be taken back.")
-        return True
-
     with _told(as_json) as told:
+
+        def agree(text: str) -> bool:
+            print(text, file=sys.stderr, flush=True)
+            if not yes:
+                _agreed("A recovery cannot be taken back.", told)
+            return True
+
         done = _with_run(
             reach, told,
             lambda seen: recover(
@@ -118,12 +123,41 @@ def print_recovered(
     return 0
 
 
-def _agreed(text: str) -> None:
+def _agreed(text: str, told: Told) -> None:
     """Ask the person at the terminal. Raises: OperatorError: no, or nobody to ask."""
     if not sys.stdin.isatty():
         raise OperatorError(f"{text} Where nobody can be asked, say so with --yes.", USAGE)
-    if input(f"{text} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise OperatorError("Nothing was said.", USAGE)
+    # A bar draws over the question, and takes what stands in brackets in it for a colour.
+    aside = told.bars if isinstance(told, Bar) else None
+    if aside is not None:
+        aside.stop()
+    try:
+        with _interrupted_at_once():
+            said = input(f"{text} Go on, yes or no? ").strip().lower()
+    except EOFError:  # Ctrl-D
+        said = ""
+    except KeyboardInterrupt:
+        print("\nNothing was said.", file=sys.stderr, flush=True)
+        raise
+    finally:
+        if aside is not None:
+            aside.start()
+    if said not in YES:
+        why = "" if said in NO else f" {said[:40]!r} is neither yes nor no."
+        raise OperatorError(f"Nothing was said.{why}", USAGE)
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """An event loop only takes note of Ctrl-C, and goes on with what it does: a question stays."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def print_inspected(reach: Reach, declared: Declared, *, as_json: bool) -> int:
@@ -180,6 +214,7 @@ def print_forked(
         return 0
     for warning in made.warnings:
         print(warning)
+    print(when_over(made.spec.target_tokens, made.spec.target_version))
     print(
         f"Run {made.run.hex()}\nis ready in {out}: version 0 is version {parent.version:,} of run "
         f"{parent.run.hex()[:16]}. Serve it with: p2pdiloco tracker --run {shlex.quote(str(out))} "

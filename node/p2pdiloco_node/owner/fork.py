@@ -43,7 +43,7 @@ from p2pdiloco_node.config import JoinLink
 from p2pdiloco_node.corpus.making import Request, forget_work
 from p2pdiloco_node.corpus.sources import find_inputs
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
-from p2pdiloco_node.corpus.work import Taken, Work
+from p2pdiloco_node.corpus.work import Taken, Work, claimed
 from p2pdiloco_node.export import kept as on_disk
 from p2pdiloco_node.export.certified import Certified
 from p2pdiloco_node.export.fetched import LinkedRun, read_spec
@@ -94,9 +94,9 @@ async def fork(
                 raise OperatorError(f"{key} is the parent's in a fork: leave [{table}] {key} out.", USAGE)
     check_folder(out)
     check_key(owner_key)
-    # Whoever is refused has fetched nothing, and no folder is left.
-    check_draft(*await _spec_of(source), parts, declared)
     with stoppable(out, told):
+        # Whoever is refused has fetched nothing, and no folder is left.
+        check_draft(*await _spec_of(source), parts, declared)
         return await _fork(source, version, out, parts, owner_key, declared, told)
 
 
@@ -106,23 +106,24 @@ async def _fork(
 ) -> Forked:  # fmt: skip
     files, work = Files(), out / MAKING / FETCHED
     watch = told.progress
-    if isinstance(source, Path):
-        found = await asyncio.to_thread(from_folder, source, version, watch, held_out=False)
-    else:
-        await asyncio.to_thread(make_folder, files, work)
-        found = await from_link(source, work, version, watch, value_bytes=4, held_out=False)
-    parent = found.origin.spec
-    make_folder(files, out / BLOBS)
 
     def put(digest: Digest, data: bytes | memoryview) -> None:
         path = out / BLOBS / digest.hex()
         if not path.exists():
             replace_file(files, path, data)
 
-    told.say(f"Forking version {found.certified.version:,} of {parent.name}.")
-    genesis = await asyncio.to_thread(_genesis, found.certified, put)
-    if genesis.params_root != found.certified.params_root:
-        raise AssertionError("chunks of another size than the parent's")
+    with claimed(Work(out / MAKING)):
+        if isinstance(source, Path):
+            found = await asyncio.to_thread(from_folder, source, version, watch, held_out=False)
+        else:
+            await asyncio.to_thread(make_folder, files, work)
+            found = await from_link(source, work, version, watch, value_bytes=4, held_out=False)
+        parent = found.origin.spec
+        make_folder(files, out / BLOBS)
+        told.say(f"Forking version {found.certified.version:,} of {parent.name}.")
+        genesis = await asyncio.to_thread(_genesis, found.certified, put)
+        if genesis.params_root != found.certified.params_root:
+            raise AssertionError("chunks of another size than the parent's")
     if parts["data"].get("data"):
         data = await _other_data(found, parts, out, told)
     else:

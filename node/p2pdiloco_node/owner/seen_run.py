@@ -88,6 +88,7 @@ class SeenRun:
         self.urls = list(urls)
         self.hosts: dict[PeerId, Host] = {}
         self.told = told
+        self._has_read = False
         self.tail = self.reader(urls[0])
 
     @property
@@ -104,9 +105,12 @@ class SeenRun:
 
     def reader(self, url: str) -> LogReader:
         """Of another host's log; what it read becomes this run's where it is put in the place of `tail`."""
-        return LogReader(
-            self.session, self.run, self.spec, url, self.told.progress, advice="--peers HOST:PORT"
-        )
+        return LogReader(self.session, self.run, self.spec, url, self._watch, advice="--peers HOST:PORT")
+
+    def _watch(self, what: str, done: float, total: float, unit: str) -> None:
+        """Who looks again and again for what is new in a log is waiting, and says for what."""
+        if not self._has_read:
+            self.told.progress(what, done, total, unit)
 
     async def meet(self) -> None:
         """Who is there, from everybody who was named. Raises: TransportError where nobody says."""
@@ -151,6 +155,7 @@ class SeenRun:
     async def catch_up(self) -> None:
         """Raises: OperatorError."""
         await self.tail.catch_up()
+        self._has_read = True
 
     async def state_of(self, host: Host) -> tuple[StateShown, str] | None:
         """How far a peer says to be, and at which address; None where it does not answer itself."""

@@ -85,7 +85,7 @@ async def say_word(
         return nothing
     question = _question(seen, wanted, peer)
     if question and agree is not None:
-        await asyncio.to_thread(agree, question)
+        agree(question)  # nothing else goes on meanwhile, and Ctrl-C ends the question, not a thread's wait
     word = await asyncio.to_thread(_signed, seen, wanted, peer, signer, Ledger(key))
     return await _carry(seen, word, seen.log.epoch, wait_s)
 

@@ -24,7 +24,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, P2PDiLoCoError, TransportError
 from p2pdiloco.exit_codes import OURS
 from p2pdiloco_node.process.local_status import note_daemon
-from p2pdiloco_node.storage.run_folder import ADDRESS
+from p2pdiloco_node.storage.run_folder import ADDRESS, WITNESS
 from p2pdiloco_node.transport.listener import Listener
 
 log = logging.getLogger("p2pdiloco")
@@ -166,7 +166,7 @@ def note_address(stack: AsyncExitStack, folder: Path, listener: Listener, host: 
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"url": url, "pid": os.getpid()}))
     temporary.replace(path)
-    note = note_daemon(url)
+    note = note_daemon(url, (folder.parent if folder.name == WITNESS else folder).absolute())
 
     def remove() -> None:
         for one in (path, note):

@@ -1,7 +1,7 @@
 """`p2pdiloco status`: ask the daemons of this machine what they are doing.
 
-Each daemon notes its loopback address in the user's state folder while it lives; a note whose process is
-gone (kill -9) is passed over and removed.
+Each daemon notes its loopback address and its folder in the user's state folder while it lives; a note whose
+process is gone (kill -9) is passed over and removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import urllib.request
 from contextlib import suppress
 from http.client import BadStatusLine, HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,12 +35,19 @@ def notes_folder() -> Path:
     return platformdirs.user_state_path("p2pdiloco") / "daemons"
 
 
-def note_daemon(url: str) -> Path | None:
+class Note(NamedTuple):
+    """Where a daemon is."""
+
+    url: str
+    folder: str  # of a run or a node; empty: nobody says
+
+
+def note_daemon(url: str, folder: Path) -> Path | None:
     """Leave a note for `status`; None where the state folder cannot be used (not worth failing for)."""
     path = notes_folder() / f"{os.getpid()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(json.dumps({"url": url}))
+        path.write_text(json.dumps({"url": url, "folder": str(folder)}))
     except OSError:
         return None
     return path
@@ -48,19 +55,30 @@ def note_daemon(url: str) -> Path | None:
 
 def print_status(url: str | None, *, as_json: bool) -> int:
     """The command. Raises: OperatorError where nothing answers."""
-    urls = [url.rstrip("/")] if url else _noted()
-    if not urls:
+    noted = _noted()
+    if url:
+        named = url.rstrip("/")
+        noted = [note for note in noted if note.url == named][:1] or [Note(named, "")]
+    if not noted:
         raise OperatorError(
             "No daemon runs on this machine (as this user): start one with p2pdiloco node --join LINK, or "
             "name one with --url http://127.0.0.1:PORT.", NETWORK,
         )  # fmt: skip
-    statuses = [status for one in urls if (status := _ask(one, must_answer=bool(url))) is not None]
+    found = [(note, _ask(note.url, must_answer=bool(url))) for note in noted]
+    answers = [(note, status) for note, status in found if status is not None]
     if as_json:
+        statuses = [status for _, status in answers]
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(statuses)) + b"\n")
         return 0
-    for number, status in enumerate(statuses):
-        print("\n".join(["", *in_words(status)] if number else in_words(status)))
+    for number, (note, status) in enumerate(answers):
+        lines = [*in_words(status), *where_it_is(status, note)]
+        print("\n".join(["", *lines] if number else lines))
     return 0
+
+
+def where_it_is(s: NodeStatus, note: Note) -> list[str]:
+    """What tells two daemons of the same name apart. A folder stands alone, to be copied whole."""
+    return [f"  run {s.run_id[:16]}, {note.url}", *([f"  {note.folder}"] if note.folder else [])]
 
 
 def in_words(s: NodeStatus) -> list[str]:
@@ -82,8 +100,8 @@ def in_words(s: NodeStatus) -> list[str]:
     ]
 
 
-def _noted() -> list[str]:
-    urls = []
+def _noted() -> list[Note]:
+    notes = []
     folder = notes_folder()
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         if not (path.stem.isdecimal() and Path(f"/proc/{path.stem}").exists()):
@@ -91,8 +109,9 @@ def _noted() -> list[str]:
                 path.unlink()
             continue
         with suppress(OSError, ValueError, KeyError):
-            urls.append(str(json.loads(path.read_text())["url"]))
-    return urls
+            said = json.loads(path.read_text())
+            notes.append(Note(str(said["url"]), str(said.get("folder", ""))))
+    return notes
 
 
 def _ask(url: str, *, must_answer: bool) -> NodeStatus | None:

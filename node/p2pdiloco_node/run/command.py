@@ -11,7 +11,7 @@ from p2pdiloco.exit_codes import USAGE
 from p2pdiloco_node.progress import shown
 from p2pdiloco_node.run.checks import Declared
 from p2pdiloco_node.run.file import Parts
-from p2pdiloco_node.run.new import Order, create_run
+from p2pdiloco_node.run.new import Order, create_run, when_over
 
 TOKENS, EVAL_EVERY, SEED = 20_000_000, 8, 1  # where nobody says otherwise
 
@@ -46,11 +46,7 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
                 out, owner_key=owner_key, declared=declared, told=told,
             )
         )  # fmt: skip
-    if not run.get("outer_steps"):
-        print(
-            f"It is over after {run.get('tokens', TOKENS):,} tokens, and the learning rate falls until then: "
-            "--tokens sets both."
-        )
+    print(when_over(run.get("tokens", TOKENS), run.get("outer_steps", 0)))
     print(
         f"Run {made.hex()}\nis ready in {out}. Serve it with: "
         f"p2pdiloco tracker --run {shlex.quote(str(out))} --listen HOST:PORT"

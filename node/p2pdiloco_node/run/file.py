@@ -101,6 +101,8 @@ def _value(where: str, keys: dict[str, Any], key: str, value: Any) -> Any:
     """Raises: OperatorError: no such key, or a value of another kind."""
     if key not in keys:
         raise OperatorError(f"{where}: unknown key {key!r}{nearest(key, keys) or '.'}", FILES)
+    if isinstance(value, str) and not value.strip():
+        raise OperatorError(f"{where}: {key} is empty: give it a value, or leave it out.", FILES)
     if key in TOKENS and isinstance(value, str):
         return parse_tokens(value, f"{where} {key}")
     try:

@@ -56,7 +56,7 @@ from p2pdiloco.words import count_of
 from p2pdiloco_node.corpus.making import Planned, Request, check_work, forget_work, make_data, plan_data
 from p2pdiloco_node.corpus.token_input import token_bytes_for
 from p2pdiloco_node.corpus.tokenizer import BYTES, encode_prompts
-from p2pdiloco_node.corpus.work import Taken, Work
+from p2pdiloco_node.corpus.work import Taken, Work, claimed
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run.checks import Declared, check_fields, check_parts, check_run, check_types, replaced
@@ -165,26 +165,27 @@ async def _create_run(
         order.data, order.text_key, words, order.eval_per_source, order.seed or 0, order.jobs, choice.seq_len
     )
     # A call that is refused leaves no folder and no key behind, and whoever is refused has not waited for it.
-    planned = await asyncio.to_thread(plan_data, request)
-    params = 0
-    known: tuple[str, ...] = ()
-    check_work(planned, out)
+    with claimed(Work(out / MAKING)):
+        planned = await asyncio.to_thread(plan_data, request)
+        params = 0
+        known: tuple[str, ...] = ()
+        check_work(planned, out)
 
-    def check_model(model: ModelSpec) -> None:
-        check_draft(order, choice, loops, model, declared)
-        check_work(planned, out, VERSION_0_BYTES * model.params)
+        def check_model(model: ModelSpec) -> None:
+            check_draft(order, choice, loops, model, declared)
+            check_work(planned, out, VERSION_0_BYTES * model.params)
 
-    if tune is None:
-        model, known = await look_at_model(
-            choice,
-            vocab_size=planned.plan.vocab_size,
-            check=check_model,
-            at=lambda doing: told.progress("Looking at the model", 0.0, doing=doing),
-        )
-        told.progress("Looking at the model", 1.0)
-        for note in known:
-            told.say(note)
-        params = model.params
+        if tune is None:
+            model, known = await look_at_model(
+                choice,
+                vocab_size=planned.plan.vocab_size,
+                check=check_model,
+                at=lambda doing: told.progress("Looking at the model", 0.0, doing=doing),
+            )
+            told.progress("Looking at the model", 1.0)
+            for note in known:
+                told.say(note)
+            params = model.params
     shards = await make_data_for(request, out, told, planned=planned, beside_bytes=VERSION_0_BYTES * params)
     shards = _windowed(shards, order)
     make_folder(files, out / BLOBS)
@@ -261,13 +262,13 @@ async def _create_run(
 
 @contextmanager
 def stoppable(out: Path, told: Told) -> Iterator[None]:
-    """SIGTERM ends the making of a run in `out` as Ctrl-C does, and what was made so far is said to stay."""
+    """SIGTERM ends the making of a run in `out` as Ctrl-C does; whether anything was made so far is said."""
     with sigterm_is_ctrl_c():
         try:
             yield
         except asyncio.CancelledError:
-            if (out / MAKING).exists():
-                told.say("Stopped. The same command goes on where it was.")
+            begun = (out / MAKING).exists() or (out / BLOBS).exists()
+            told.say(f"Stopped. {'The same command goes on where it was.' if begun else 'Nothing was made.'}")
             # A library's call that a thread is in cannot be stopped, and the loop waits for threads.
             end = threading.Timer(limits.making_stop_s, os._exit, (INTERRUPTED,))
             end.daemon = True
@@ -447,3 +448,16 @@ def check_folder(out: Path) -> None:
         raise OperatorError(f"{out} is not a folder; choose another with --out.")
     if others := guarded(lambda: others_in(out), out):
         raise OperatorError(f"{out} holds other things ({others[0]} ...); choose an empty folder with --out.")
+
+
+def when_over(target_tokens: int, target_version: int) -> str:
+    """When a run that was just made ends, and what sets that."""
+    if not target_version:
+        return (
+            f"It is over after {target_tokens:,} tokens, and the learning rate falls until then: "
+            "--tokens sets both."
+        )
+    return (
+        f"It is over at version {target_version:,} (--outer-steps), or before that after {target_tokens:,} "
+        "tokens (--tokens), until which the learning rate falls."
+    )

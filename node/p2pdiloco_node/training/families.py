@@ -115,8 +115,8 @@ def family_of(name: str) -> Family:
     found = FAMILIES.get(name)
     if found is None:
         raise ModelRefused(
-            f"models of the family {name!r} are not trained by this build{nearest(name, FAMILIES)}; it has "
-            f"{', '.join(sorted(FAMILIES))}. If the run needs a newer build: pip install -U p2pdiloco.",
+            f"models of the family {name!r} are not trained by this build{nearest(name, FAMILIES) or '.'} It "
+            f"has {', '.join(sorted(FAMILIES))}. If the run needs a newer build: pip install -U p2pdiloco.",
             exit_code=FILES,
         )
     return found
@@ -234,7 +234,8 @@ def _check_most(config: Mapping[str, Any], keys: tuple[str, ...], most: int, wha
 
 def _check_one_of(key: str, value: str, allowed: frozenset[str]) -> None:
     if value not in allowed:
-        raise _fault(f"{key} is {value!r}{nearest(value, allowed)}; known are {', '.join(sorted(allowed))}")
+        known = nearest(value, allowed) or f"; known are {', '.join(sorted(allowed))}"
+        raise _fault(f"{key} is {value!r}{known}")
 
 
 def _no_constant(text: str) -> Any:
@@ -249,7 +250,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _fault(what: str) -> ModelRefused:
+    end = "" if what.endswith("?") else "."
     return ModelRefused(
-        f"the model's config {what}. Nothing of it is built; ask the run's owner, or mend the config.",
+        f"the model's config {what}{end} Nothing of it is built; ask the run's owner, or mend the config.",
         exit_code=FILES,
     )

@@ -74,7 +74,7 @@ def choose_model(model: str, *, seq_len: int | None = None) -> ModelChoice:
     if "/" in model or model.endswith(".json"):
         raise OperatorError(
             f"there is no file or folder {model}: name a config.json, a folder with one and *.safetensors, "
-            f"or a preset ({', '.join(presets.PRESETS)}).",
+            "or a preset such as llama:20m (docs/models.md).",
             FILES,
         )
     chosen = presets.preset(model)

@@ -73,7 +73,8 @@ def make_config(
         if key not in known and not _says_no(value):
             raise ModelRefused(
                 f"the model's config has the key {key!r}, which {family!r} does not know"
-                f"{nearest(key, known)}. In a run: install {made_with or 'the transformers of its owner'} "
+                f"{nearest(key, known) or '.'} In a run: install "
+                f"{made_with or 'the transformers of its owner'} "
                 f"(here is transformers {transformers.__version__}); in a file: take the key out, if the "
                 "model does not need it.",
                 exit_code=FILES,

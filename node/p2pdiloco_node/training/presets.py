@@ -129,10 +129,12 @@ def preset(name: str) -> Preset:
     """Raises: OperatorError: no such preset, with the nearest and all there are."""
     found = PRESETS.get(name)
     if found is None:
+        # Whoever is near one needs no list of all.
+        known = nearest(name, PRESETS) or f": choose one of {', '.join(PRESETS)}"
+        files = " Or" if known.endswith("?") else ", or"
         raise OperatorError(
-            f"there is no model {name!r}{nearest(name, PRESETS)}; choose one of {', '.join(PRESETS)}, or "
-            "name a config.json or a folder with a checkpoint.",
-            exit_code=USAGE,
+            f"there is no model {name!r}{known}{files} name a config.json or a folder with a checkpoint.",
+            USAGE,
         )
     return found
 

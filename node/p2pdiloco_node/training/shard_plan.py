@@ -52,10 +52,15 @@ def check_quota(data: DataSpec, quota: int) -> None:
     least = least_bytes(data)
     if quota < least:
         shards = min(2 * data.window_shards, len(data.shards))
+        unit, name = (10**6, "MB") if least >= 10**6 else (10**3, "KB")
+        # Tenths, one down and one up: so they differ whenever the sizes do. A byte more than the least,
+        # because a fraction that is read again may lose one.
+        allowed, needed = quota * 10 // unit, -(-(least + 1) * 10 // unit)
         raise OperatorError(
-            f"--data-disk allows {_mb(quota)} for the run's data, and a node needs at least {_mb(least)}: "
+            f"--data-disk allows {_tenths(allowed)} {name} for the run's data, and a node needs at least "
+            f"{_tenths(needed)} {name}: "
             f"{shards} of its {count_of(len(data.shards), 'shard')}, as they travel and opened, and what it "
-            f"evaluates with. Give --data-disk {-(-least // 10**6)}MB or more.",
+            f"evaluates with. Give --data-disk {_tenths(needed).replace(',', '')}{name} or more.",
             FILES,
         )
 
@@ -117,5 +122,5 @@ def data_bytes(data: DataSpec, *, quota: int, free: int) -> int:
     return max(least_bytes(data), min(costs_of(data).all, quota, free - limits.data_disk_reserve_bytes))
 
 
-def _mb(size: int) -> str:
-    return f"{size / 10**6:,.0f} MB"
+def _tenths(count: int) -> str:
+    return f"{count / 10:,.1f}".removesuffix(".0")

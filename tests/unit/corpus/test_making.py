@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from p2pdiloco_node.corpus.readers import Batch, Format, Part, read_part
 from p2pdiloco_node.corpus.sources import Input
 from p2pdiloco_node.corpus.streams import cannot_read
 from p2pdiloco_node.corpus.tokenizer import ByteTokens, JsonTokens
-from p2pdiloco_node.corpus.work import Work
+from p2pdiloco_node.corpus.work import Taken, Work, claimed
 from p2pdiloco_node.progress import Quiet
 
 from .conftest import text
@@ -283,19 +284,29 @@ def test_another_command_in_the_same_folder_is_refused(folder: Path, tmp_path: P
         make_data(request, out, Quiet())
 
 
-def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
-    from p2pdiloco_node.corpus.work import Taken
+@pytest.mark.parametrize("held", [Taken, claimed])
+def test_one_process_at_a_time(folder: Path, tmp_path: Path, held: Any) -> None:
+    work = Work(tmp_path / "out/making")
+    with held(work):
+        with pytest.raises(OperatorError, match="Another p2pdiloco makes a run"):
+            make_data(Request([str(folder)]), tmp_path / "out", Quiet())
+        with pytest.raises(OperatorError, match="Another p2pdiloco makes a run"), claimed(work):
+            pass
+    with claimed(work):
+        pass
 
-    with (
-        Taken(Work(tmp_path / "out/making")),
-        pytest.raises(OperatorError, match="Another p2pdiloco makes a run"),
-    ):
-        make_data(Request([str(folder)]), tmp_path / "out", Quiet())
-    with (
-        Taken(Work(tmp_path / "out/making")),
-        pytest.raises(OperatorError, match="Another p2pdiloco makes a run"),
-    ):
-        check_work(plan_data(Request([str(folder)])), tmp_path / "out")
+
+def test_a_claim_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    with claimed(Work(tmp_path / "deep/out/making")):
+        assert (tmp_path / "deep/out").is_dir()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out/making").mkdir(parents=True)
+    with claimed(Work(tmp_path / "out/making")):
+        pass
+    assert (tmp_path / "out/making").is_dir(), "somebody else's"
+    with claimed(Work(tmp_path / "mine/making")):
+        (tmp_path / "mine/making/fetched").write_bytes(b"an hour of work")
+    assert (tmp_path / "mine/making/fetched").exists()
 
 
 def test_what_stands_in_the_way_is_seen_without_a_trace(folder: Path, tmp_path: Path) -> None:

@@ -100,8 +100,13 @@ def test_what_cannot_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(OperatorError, match="list of data files is empty") as caught:
         find_inputs([], text_key="text")
     assert caught.value.exit_code == 3
-    with pytest.raises(OperatorError, match="no file matches"):
+    with pytest.raises(OperatorError, match=r"\*\.md'; check the path, and quote it for the shell\.$"):
         find_inputs([f"{tmp_path}/*.md"], text_key="text")
+    with pytest.raises(OperatorError, match=r"no file matches 'bok'; check the path\.$"):
+        find_inputs(["bok"], text_key="text")
+    for empty in ("", " "):
+        with pytest.raises(OperatorError, match="data files is empty"):
+            find_inputs([f"{tmp_path}/a.txt", empty], text_key="text")
     monkeypatch.setattr(limits, "corpus_arguments_max", 1)
     with pytest.raises(OperatorError, match="--data is given 2 times"):
         find_inputs([f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"], text_key="text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from p2pdiloco.run_spec import BYTES
 from p2pdiloco_node.export.tokenizer_files import tokenizer_files
 from p2pdiloco_node.generation import command
 from p2pdiloco_node.generation.command import Options, print_generated
-from p2pdiloco_node.generation.lines import Done, Failed, Line, Noticed, Request, Said
+from p2pdiloco_node.generation.lines import Doing, Done, Failed, Line, Noticed, Said
 from p2pdiloco_node.generation.worker import Talk
 
 WINDOW = 24
@@ -167,11 +168,17 @@ def test_a_gpu_that_is_not_there_is_said(folder: Path) -> None:
 # The command, with a process in between where that is what is tested.
 
 
-def test_the_command_streams_what_the_process_says(folder: Path, capsys: Any) -> None:
+def test_the_command_streams_what_the_process_says(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(command, "SILENT_S", 0.0)
     options = Options(str(folder), "once ", tokens=6, device="cpu")
     assert print_generated(options) == 0
     text, _, _ = go_on(Talk(folder, "cpu"), "once ", 6)
-    assert capsys.readouterr().out == f"once {text}\n"
+    told = capsys.readouterr()
+    assert told.out == f"once {text}\n"
+    steps = [line for line in told.err.splitlines() if line.endswith("...")]
+    assert steps == ["Starting torch ...", "Opening the model ...", "Reading the prompt ..."]
 
 
 def process_saying(*lines: str) -> tuple[str, ...]:
@@ -194,6 +201,42 @@ def test_json_is_one_object_with_what_was_said(
     assert "half is forgotten" in shown.err
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_quick_answer_comes_alone_and_a_slow_one_with_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: Any, as_json: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    said = [Doing("Opening the model"), Said("words"), Doing("more"), Done(1, 0.5, "end", "cpu")]
+    lines = [f"print({msgspec.json.encode(line).decode()!r})" for line in said]
+    monkeypatch.setattr(command, "WORKER", process_saying(*lines))
+    monkeypatch.setattr(command, "SILENT_S", 3600.0)
+    options = Options(str(folder), "p ", as_json=as_json)
+    print_generated(options)
+    alone = capsys.readouterr()
+    assert alone.err == ""
+    assert "words" in alone.out
+    assert alone.out == "p words\n" or as_json
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    print_generated(options)
+    assert "Starting torch" in terminal.getvalue()
+    # How long it took differs; nothing of what goes on is in it.
+    assert "Starting" not in capsys.readouterr().out
+
+
+def test_nothing_goes_on_any_more_behind_the_first_word(capsys: Any) -> None:
+    """Also where the seconds are over in that moment."""
+    beginning = command._Beginning()
+    assert beginning.ends()
+    assert not beginning.ends()
+    beginning._begin()
+    beginning.at("late")
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("lines", "sentence", "code"),
     [
@@ -212,17 +255,14 @@ def test_what_the_process_says_last_reaches_the_person(
 
 def test_a_terminal_is_not_obeyed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """What moves a cursor or sets a title is shown as a mark; to a file it goes as it is."""
-    import io
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    def said(_request: Request, shown: Any) -> tuple[str, Done]:
-        command._show("a\x1b]0;b\x07\x9b\n", shown)
-        return "", Done(1, 0.0, "end", "cpu")
-
-    monkeypatch.setattr(command, "_listen", said)
+    said = [Said("a\x1b]0;b\x07\x9b\n"), Done(1, 0.0, "end", "cpu")]
+    lines = [f"print({msgspec.json.encode(line).decode()!r})" for line in said]
+    monkeypatch.setattr(command, "WORKER", process_saying(*lines))
     for stream, expected in ((Terminal(), "pa�]0;b��\n\n"), (io.StringIO(), "pa\x1b]0;b\x07\x9b\n\n")):
         monkeypatch.setattr(sys, "stdout", stream)
         print_generated(Options(str(folder), "p"))
@@ -255,8 +295,6 @@ def test_slips(changed: dict[str, Any], sentence: str) -> None:
 
 
 def test_a_prompt_may_come_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
     assert command._checked(Options("x", "-")).prompt == "from a pipe"
 

@@ -203,7 +203,10 @@ def test_arms_and_their_reference_are_chosen(tmp_path: Path) -> None:
     assert [x.name for x in choose_arms(study, None, "c").arms] == ["c", "a", "b"]
     assert [x.name for x in choose_arms(study, "b,a", None).arms] == ["b", "a"]
     assert [x.name for x in choose_arms(study, "b", "c").arms] == ["c", "b"]
-    for flags, words in (((None, "d"), "--against 'd': there is no such arm"), (("a,x", None), "--arms 'x'")):
+    for flags, words in (
+        ((None, "d"), "--against 'd': there is no such arm. The file"),
+        (("a,x", None), "--arms 'x'"),
+    ):
         with pytest.raises(OperatorError, match=words) as error:
             choose_arms(study, *flags)
         assert error.value.exit_code == 2

@@ -6,18 +6,24 @@ What each word does in a live swarm, with whose key and how long it waits: tests
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
+from rich.console import Console
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.owner import command
 from p2pdiloco_node.owner.rescue import Recovered, recover
 from p2pdiloco_node.owner.words import Followed, Wanted
+from p2pdiloco_node.progress import Bar
 from tests.unit.export.conftest import KeptRun
 from tests.unit.protocol.builders import NODES, Chain, make_run
 
@@ -90,6 +96,57 @@ def test_yes_answers_and_json_is_for_programs(
     assert run_command(["run", *words, *yes, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["index"], shown["version"]) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("yes", ""), (" Y ", ""), ("no", "Nothing was said."), ("", "Nothing was said."),
+        ("maybe", "Nothing was said. 'maybe' is neither yes nor no."), (None, "Nothing was said."),
+    ],
+)  # fmt: skip
+def test_a_person_is_told_which_answers_there_are(
+    monkeypatch: pytest.MonkeyPatch, answer: str | None, said: str
+) -> None:
+    """No bar draws over the question meanwhile; it took `[y/N]` for a colour. None: Ctrl-D."""
+    bar = Bar(Console(file=io.StringIO(), force_terminal=True))
+
+    def asked(question: str) -> str:
+        assert question == "It ends run '[b]'. Go on, yes or no? "
+        assert not bar.bars.live.is_started
+        if answer is None:
+            raise EOFError
+        return answer
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with bar.bars:
+        if said:
+            with pytest.raises(OperatorError) as no:
+                command._agreed("It ends run '[b]'.", bar)
+            assert str(no.value) == said
+        else:
+            command._agreed("It ends run '[b]'.", bar)
+        assert bar.bars.live.is_started
+
+
+@pytest.mark.usefixtures("followed")
+@pytest.mark.parametrize("words", [["finish", LINK], ["recover", LINK]])
+def test_ctrl_c_answers_a_question(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """The event loop has its own answer to it, which is none while somebody is asked."""
+
+    def asked(_question: str) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "yes"
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert run_command(["run", *words]) == 130
+    shown = capsys.readouterr()
+    assert shown.err.endswith("\nNothing was said.\n")
+    assert "7" not in shown.out
 
 
 @pytest.mark.parametrize(("named", "seats"), [((), {"A"}), (("C",), {"C"})])

@@ -129,7 +129,9 @@ async def test_a_fork_waits_for_nobody_and_overwrites_nobody_in_its_folder(
     with Taken(Work(out / "making")):
         with pytest.raises(OperatorError, match="Another p2pdiloco makes a run"):
             await begun()
+        assert not (out / "blobs").exists(), "nothing was fetched for it"
         theirs = out / "blobs" / ("ab" * 32)
+        theirs.parent.mkdir()
         theirs.write_bytes(b"of the other call")
     really = module._same_data
 

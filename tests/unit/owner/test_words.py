@@ -11,10 +11,11 @@ from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import NO_DIGEST, PeerId, RunId
 from p2pdiloco.rules.state import after_entry
 from p2pdiloco.wire.log import Committee, OwnerEntry
+from p2pdiloco_node.owner import words
 from p2pdiloco_node.owner.ledger import Ledger, Signed
 from p2pdiloco_node.owner.seen_run import SeenRun
 from p2pdiloco_node.owner.words import Followed, Wanted, _signed, say_word
-from p2pdiloco_node.progress import Quiet
+from p2pdiloco_node.progress import Lines, Quiet
 from tests.unit.protocol.builders import NODES, OWNER, Chain, make_run, recover
 
 from .conftest import Swarm
@@ -111,6 +112,39 @@ async def test_a_word_is_followed_once_it_is_in_the_log(swarm: Swarm) -> None:
     said = await say_word(seen_run(swarm), Wanted("resume"), swarm.key, wait_s=20.0)
     assert isinstance(said, Followed)
     assert (said.index, said.version, said.owner_sequence) == (4, 2, 2)
+
+
+async def test_what_an_owner_waits_for_is_said_once(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log is read again at every look; that was said by turns with what is waited for."""
+    chain = Chain(RUN)
+    chain.steps(2)
+    host = (await swarm.serve(RUN, A)).has(chain)
+    monkeypatch.setattr(words, "POLL_S", 0.0)
+    looks = 0
+
+    def look(_request: object, data: bytes) -> bytes:
+        nonlocal looks
+        looks += 1
+        if looks == 4:
+            word = Ledger(swarm.key).word_of(RUN.id)
+            assert word is not None
+            chain.add(OwnerEntry(word, NO_DIGEST))
+            host.has(chain)
+        return data
+
+    host.change = look
+    seen = seen_run(swarm)
+    seen.told = Lines()
+    said = await say_word(seen, Wanted("pause"), swarm.key, wait_s=60.0)
+    assert isinstance(said, Followed)
+    assert looks == 5
+    assert capsys.readouterr().out.splitlines() == [
+        "Reading the log ...",
+        "Word 1 of epoch 0 (pause) reached 1 of 1 peer; the committee puts it into the log.",
+        "Waiting for the committee ...",
+    ]
 
 
 async def test_a_word_of_an_epoch_that_ends_meanwhile_is_given_up(swarm: Swarm) -> None:

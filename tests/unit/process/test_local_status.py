@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import Digest, PeerId, RunId
-from p2pdiloco_node.process.local_status import in_words, print_status
+from p2pdiloco.status.read_model import to_json
+from p2pdiloco_node.process import local_status
+from p2pdiloco_node.process.lifetime import note_address
+from p2pdiloco_node.process.local_status import Note, in_words, note_daemon, print_status
 from p2pdiloco_node.telemetry import BrainView, NodeStatus, Telemetry
 
 ME = PeerId(b"m" * 32)
@@ -41,6 +48,50 @@ def test_everything_fits_eighty_columns_and_is_said_once() -> None:
 def test_a_witness_is_named_once() -> None:
     telemetry = Telemetry("witness", ME, RunId(bytes(32)), "tiny", role="witness", pid=1, inner_steps=0)
     assert in_words(status(telemetry)) == ["witness (witness), run tiny, version 1,234,567"]
+
+
+def serving(*statuses: NodeStatus) -> tuple[threading.Thread, str]:
+    """A daemon that answers so, once each."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with server:
+            for one in statuses:
+                with server.accept()[0] as asked:
+                    asked.recv(1 << 16)
+                    body = to_json(one)
+                    asked.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    return thread, f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_two_of_the_same_name_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what belongs to each alone: the run, the address, the folder."""
+    monkeypatch.setattr(local_status, "notes_folder", lambda: tmp_path / "daemons")
+    telemetry = Telemetry("witness", ME, RunId(b"\xab" * 32), "tiny", role="witness", pid=1, inner_steps=0)
+    thread, url = serving(*[status(telemetry)] * 2)
+    note_daemon(url, tmp_path / "my run")
+    where = f"  run abababababababab, {url}\n  {tmp_path / 'my run'}\n"
+    for asked in (None, url):
+        assert print_status(asked, as_json=False) == 0
+        assert capsys.readouterr().out == f"witness (witness), run tiny, version 1,234,567\n{where}"
+    thread.join()
+
+
+async def test_a_tracker_is_where_its_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in the folder of its witness, which nobody has named."""
+    monkeypatch.setattr(local_status, "notes_folder", lambda: tmp_path / "daemons")
+    listener: Any = SimpleNamespace(port=7)
+    for folder, shown in (("run/witness", "run"), ("node", "node")):
+        (tmp_path / folder).mkdir(parents=True)
+        async with AsyncExitStack() as stack:
+            note_address(stack, tmp_path / folder, listener, "0.0.0.0")
+            assert local_status._noted() == [Note("http://127.0.0.1:7", str(tmp_path / shown))]
+        assert local_status._noted() == []
 
 
 def test_a_daemon_that_is_not_there_is_refused_in_words() -> None:

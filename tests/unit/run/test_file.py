@@ -52,6 +52,7 @@ def test_values_of_every_table(tmp_path: Path) -> None:
         ('[run]\ntokens = "many"\n', "'many' is not a number of tokens"),
         ("[committee]\ngenesis = 1\n", "unknown key 'genesis'"),
         ("[outer\n", "is not valid TOML"),
+        ('[model]\nmodel = ""\n', "[model]: model is empty: give it a value, or leave it out."),
     ],
 )
 def test_slips_are_refused_with_the_nearest(tmp_path: Path, text: str, sentence: str) -> None:

@@ -19,6 +19,7 @@ from p2pdiloco.wire.codec import decode, encode
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.corpus import making
+from p2pdiloco_node.run.new import when_over
 from p2pdiloco_node.storage.files import Files
 from p2pdiloco_node.storage.keys import load_or_make_key
 from p2pdiloco_node.training import version_0
@@ -158,6 +159,20 @@ def test_each_flag_of_run_fork_is_in_the_new_run(parent: KeptRun, capsys: pytest
     assert other.data.shards != before.data.shards
     assert other.owner_key == load_or_make_key(Path("fork.key"), Files()).public_key != same.owner_key
     assert other.genesis.params != same.genesis.params
+
+
+def test_when_a_run_is_over_is_said_when_it_is_made(
+    parent: KeptRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a fork nobody typed it: it is the parent's."""
+    tokens, version = parent.spec.target_tokens, parent.spec.target_version
+    assert fork("said", "") == 0
+    assert when_over(tokens, version) in capsys.readouterr().out
+    assert fork("said-2", "--tokens 4M --outer-steps 9") == 0
+    out = capsys.readouterr().out
+    assert "It is over at version 9 (--outer-steps), or before that after 4,000,000 tokens (--tokens)" in out
+    assert fork("said-3", "--tokens 4M --outer-steps 0") == 0
+    assert "It is over after 4,000,000 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("parent")

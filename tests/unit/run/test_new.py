@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from p2pdiloco.sim.tiny_run import tiny_run
 from p2pdiloco.wire.codec import encode
 from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
+from p2pdiloco_node.progress import Quiet
+from p2pdiloco_node.run import new as module
 from p2pdiloco_node.run.new import Draft, Order, check_folder, create_run, drop_others, sigterm_is_ctrl_c
 from p2pdiloco_node.training import version_0
 from p2pdiloco_node.training.families import ModelRefused, check_values
@@ -201,6 +204,61 @@ def test_two_calls_at_once_do_not_overwrite_each_other_s_run(
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"blobs", "spec.bin", "witness.key"}
     with pytest.raises(OperatorError, match="already holds a run"):
         asyncio.run(create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key"))
+
+
+async def test_who_comes_second_is_told_before_it_looks_at_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both begin at once: the first looks for half a minute, and has no data yet."""
+    (tmp_path / "a.txt").write_text("words and more words\n" * 5000)
+    order = Order("x", "llama:tiny", [str(tmp_path / "a.txt")], 2**30, admission="local")
+    looks = 0
+
+    async def look(*_: Any, **__: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        with pytest.raises(OperatorError, match="Another p2pdiloco makes a run"):
+            await create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key")
+        raise OperatorError("it cannot be computed with")
+
+    monkeypatch.setattr(module, "look_at_model", look)
+    for number in (1, 2):  # nobody holds it any more
+        with pytest.raises(OperatorError, match="cannot be computed with"):
+            await create_run(order, tmp_path / "run", owner_key=tmp_path / "owner.key")
+        assert looks == number
+    assert os.listdir(tmp_path) == ["a.txt"]  # noqa: PTH208
+
+
+@pytest.mark.parametrize(
+    ("made", "word"),
+    [
+        ("", "Stopped. Nothing was made."),
+        ("run/making", "Stopped. The same command goes on where it was."),
+        ("run/blobs", "Stopped. The same command goes on where it was."),
+    ],
+)
+async def test_whoever_ends_it_is_told_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str, word: str
+) -> None:
+    said: list[str] = []
+
+    class Heard(Quiet):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    async def look(*_: Any, **__: Any) -> Any:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(module, "look_at_model", look)
+    monkeypatch.setattr(module.threading, "Timer", lambda *_: Thread())
+    (tmp_path / "a.txt").write_text("words and more words\n" * 5000)
+    (tmp_path / made).mkdir(parents=True, exist_ok=True)
+    out = tmp_path / "run"
+    order = Order("x", "llama:tiny", [str(tmp_path / "a.txt")], 2**30, admission="local")
+    with pytest.raises(asyncio.CancelledError):
+        await create_run(order, out, owner_key=tmp_path / "owner.key", told=Heard())
+    assert said == [word]
+    assert ("run" in os.listdir(tmp_path)) == bool(made)  # noqa: PTH208
 
 
 def test_a_library_s_call_that_never_ends_does_not_outlive_ctrl_c(tmp_path: Path) -> None:

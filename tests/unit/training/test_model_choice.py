@@ -111,11 +111,14 @@ def test_more_positions_than_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("lama:tiny",
+         "^there is no model 'lama:tiny'; did you mean 'llama:tiny'\\? Or name a config.json or a folder"),
         ("llama:20", "did you mean 'llama:20m'"),
+        ("xyzzy", "^there is no model 'xyzzy': choose one of llama:.*, or name a config.json or a folder"),
         ("models/none", "no file or folder"),
         ("none.json", "no file or folder"),
     ],
-)
+)  # fmt: skip
 def test_names_of_nothing(name: str, said: str) -> None:
     with pytest.raises(OperatorError, match=said):
         choose_model(name)

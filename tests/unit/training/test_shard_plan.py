@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError
 from p2pdiloco.ids import PeerId, RunId, digest_of, tagged_digest
 from p2pdiloco.run_spec import BlobRef, DataSpec, EvaluationSet, TokenizerSpec
+from p2pdiloco_node.config import parse_size
 from p2pdiloco_node.training.data import DataOrder
 from p2pdiloco_node.training.shard_plan import (
     Costs,
@@ -50,12 +53,29 @@ def test_a_quota_below_two_windows_is_refused_with_the_figures() -> None:
     assert least_bytes(spec) == least
     check_quota(spec, least)
     with pytest.raises(
-        OperatorError, match=r"allows 29 MB .* at least 30 MB: 6 of its 7 .* 31MB or more"
+        OperatorError, match=r"allows 29 MB .* at least 30\.1 MB: 6 of its 7 .* 30\.1MB or more"
     ) as no:
         check_quota(spec, 29_000_000)
     assert no.value.exit_code == 3
     # A corpus smaller than two windows is needed whole, and no more than that.
     assert least_bytes(data([(5, 20)])) == costs_of(data([(5, 20)])).all
+
+
+@given(st.integers(1, 3 * 10**9), st.floats(0, 1))
+def test_the_words_about_a_quota_do_not_contradict_themselves(size: int, part: float) -> None:
+    """2 MB were allowed and 2 MB needed, and 3 MB asked for where 2.5 were enough."""
+    spec = data([(size, 0)])
+    least = least_bytes(spec)
+    quota = min(int(least * part), least - 1)
+    with pytest.raises(OperatorError) as no:
+        check_quota(spec, quota)
+    allowed, unit, needed, advised = re.findall(
+        r"allows ([\d.,]+) ([MK]B) .* at least ([\d.,]+) [MK]B: .* --data-disk (\S+) or more", str(no.value)
+    )[0]
+    assert float(allowed.replace(",", "")) < float(needed.replace(",", ""))
+    enough = parse_size(advised, "--data-disk")
+    check_quota(spec, enough)
+    assert enough <= least + 1 + {"MB": 10**5, "KB": 100}[unit]
 
 
 def test_room_on_the_disk_is_never_more_than_is_used() -> None:
