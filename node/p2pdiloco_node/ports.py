@@ -6,7 +6,7 @@ event loop. They may raise OperatorError (disk full, damaged file) or TransportE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,6 +20,11 @@ from p2pdiloco.wire.log import Entry, OuterStep
 from p2pdiloco.wire.messages import DeltaHeader, Message, Outcome, PeerRecord, SnapshotOffer
 
 Array = npt.NDArray[np.float32]
+Tell = Callable[[str], None]
+
+
+def unheard(_: str) -> None:
+    """Nobody listens."""
 
 
 class Purpose(StrEnum):
@@ -174,8 +179,11 @@ class Transport(Protocol):
         purpose: Purpose = Purpose.DELTA,
         *,
         of_spec: bool = False,
+        tell: Tell = unheard,
     ) -> None:
         """Into the blob store, resumable over several donors. `of_spec`: the RunSpec names it.
+
+        `tell` hears in words why a donor did not give it.
 
         Raises: TransportError: none gave it; OperatorError: the disk; RUN: larger than the RunSpec says.
         """

@@ -31,7 +31,7 @@ from p2pdiloco_node.progress import Bar, Quiet, Told, shown
 from p2pdiloco_node.run.checks import Declared, about_a_node
 from p2pdiloco_node.run.file import Parts
 from p2pdiloco_node.run.inspect import Now, as_plain, in_lines, sections
-from p2pdiloco_node.run.new import owner_key_path, when_over
+from p2pdiloco_node.run.new import owner_key_path, run_making, when_over
 from p2pdiloco_node.transport.http_session import make_session
 
 T = TypeVar("T")
@@ -201,7 +201,7 @@ def print_forked(
     folder = Path(reach.where).expanduser()
     source: JoinLink | Path = folder if "://" not in reach.where and folder.is_dir() else link_of(reach.where)
     with _told(as_json) as told:
-        made = asyncio.run(
+        made = run_making(
             fork(source, version, out, parts, owner_key=reach.key, declared=declared, told=told)
         )
     parent = made.spec.parent

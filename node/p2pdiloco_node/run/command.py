@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from p2pdiloco.exit_codes import USAGE
 from p2pdiloco_node.progress import shown
 from p2pdiloco_node.run.checks import Declared
 from p2pdiloco_node.run.file import Parts
-from p2pdiloco_node.run.new import Order, create_run, when_over
+from p2pdiloco_node.run.new import Order, create_run, run_making, when_over
 
 TOKENS, EVAL_EVERY, SEED = 20_000_000, 8, 1  # where nobody says otherwise
 
@@ -31,7 +30,7 @@ def print_made(parts: Parts, out: Path, jobs: int, owner_key: Path | None, decla
         )  # fmt: skip
     others = ("trust_tokens", "bootstrap_tokens", "evaluators_max")
     with shown() as told:
-        made = asyncio.run(
+        made = run_making(
             create_run(
                 Order(
                     run["name"], model["model"], data.get("data"), run.get("tokens", TOKENS),

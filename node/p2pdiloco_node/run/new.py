@@ -16,11 +16,11 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -68,6 +68,7 @@ from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
+T = TypeVar("T")
 VERSION_0, TOKENS, TUNING = "version-0", "opened", "tuning"  # in MAKING
 OF_A_CALL = re.compile(rf"[0-9a-f]{{64}}({re.escape(TEMPORARY)})?")  # a blob, or half of one
 VERSION_0_BYTES = 8  # of disk for each parameter: float32 as it is made, and in chunks
@@ -260,6 +261,27 @@ async def _create_run(
     return run_id_of(encode(spec))
 
 
+def run_making(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` of a command, ended with its process where Ctrl-C does not end it soon.
+
+    A library's call that a thread is in cannot be stopped, and a loop waits for its threads.
+    """
+    end = threading.Timer(limits.making_stop_s, os._exit, (INTERRUPTED,))
+    end.daemon = True
+
+    async def watched() -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            end.start()
+            raise
+
+    try:
+        return asyncio.run(watched())
+    finally:
+        end.cancel()  # whoever called goes on: everything has ended
+
+
 @contextmanager
 def stoppable(out: Path, told: Told) -> Iterator[None]:
     """SIGTERM ends the making of a run in `out` as Ctrl-C does; whether anything was made so far is said."""
@@ -269,10 +291,6 @@ def stoppable(out: Path, told: Told) -> Iterator[None]:
         except asyncio.CancelledError:
             begun = (out / MAKING).exists() or (out / BLOBS).exists()
             told.say(f"Stopped. {'The same command goes on where it was.' if begun else 'Nothing was made.'}")
-            # A library's call that a thread is in cannot be stopped, and the loop waits for threads.
-            end = threading.Timer(limits.making_stop_s, os._exit, (INTERRUPTED,))
-            end.daemon = True
-            end.start()
             raise
 
 

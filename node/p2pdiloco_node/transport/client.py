@@ -24,11 +24,11 @@ from p2pdiloco.ids import Digest, PeerId, RunId, short
 from p2pdiloco.wire.envelope import ANYBODY, receiver_of, seal, sender_of
 from p2pdiloco.wire.messages import Message
 from p2pdiloco.wire.signing import Signer
-from p2pdiloco_node.ports import AddressBook, BlobStore, Purpose
+from p2pdiloco_node.ports import AddressBook, BlobStore, Purpose, Tell, unheard
 from p2pdiloco_node.transport.addresses import check_address, url_host
 from p2pdiloco_node.transport.bodies import Pace
 from p2pdiloco_node.transport.contact import Refused
-from p2pdiloco_node.transport.fetching import Fetcher, Tell, unheard
+from p2pdiloco_node.transport.fetching import Fetcher
 from p2pdiloco_node.transport.guards import Strikes
 from p2pdiloco_node.transport.http_session import (
     answer_head_bytes,

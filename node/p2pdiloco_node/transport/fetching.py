@@ -17,7 +17,7 @@ from p2pdiloco import limits
 from p2pdiloco.errors import OperatorError, PeerError, TransportError
 from p2pdiloco.exit_codes import RUN
 from p2pdiloco.ids import DIGEST_BYTES, Digest, PeerId, short
-from p2pdiloco_node.ports import BlobStore, Purpose
+from p2pdiloco_node.ports import BlobStore, Purpose, Tell, unheard
 from p2pdiloco_node.transport.bodies import Pace, TooSlow, read_parts
 from p2pdiloco_node.transport.guards import Strikes
 from p2pdiloco_node.transport.http_session import (
@@ -33,11 +33,6 @@ CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 DONORS_MAX = 32  # donors asked for one blob, those named by a busy one included
 
 Urls = Callable[[PeerId], list[str]]
-Tell = Callable[[str], None]
-
-
-def unheard(_: str) -> None:
-    """Nobody listens."""
 
 
 class _Busy(TransportError):

@@ -47,7 +47,8 @@ def test_after_a_fork(
     parent = SimpleNamespace(run=bytes(32), version=3)
 
     async def forked(*_: object, **__: object) -> Any:
-        return SimpleNamespace(spec=SimpleNamespace(parent=parent), run=bytes(32), warnings=())
+        spec = SimpleNamespace(parent=parent, target_tokens=10, target_version=0)
+        return SimpleNamespace(spec=spec, run=bytes(32), warnings=())
 
     monkeypatch.setattr(owner_command, "fork", forked)
     reach: Any = SimpleNamespace(where=str(tmp_path), key=None)

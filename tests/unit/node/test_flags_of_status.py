@@ -51,7 +51,7 @@ def daemons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[st
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
         urls.append(f"http://127.0.0.1:{server.server_address[1]}")
-    monkeypatch.setattr(local_status, "_noted", lambda: urls)
+    monkeypatch.setattr(local_status, "_noted", lambda: [local_status.Note(url, "") for url in urls])
     yield urls
     for server in servers:
         server.shutdown()

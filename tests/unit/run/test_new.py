@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -23,7 +23,16 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.progress import Quiet
 from p2pdiloco_node.run import new as module
-from p2pdiloco_node.run.new import Draft, Order, check_folder, create_run, drop_others, sigterm_is_ctrl_c
+from p2pdiloco_node.run.new import (
+    Draft,
+    Order,
+    check_folder,
+    create_run,
+    drop_others,
+    run_making,
+    sigterm_is_ctrl_c,
+    stoppable,
+)
 from p2pdiloco_node.training import version_0
 from p2pdiloco_node.training.families import ModelRefused, check_values
 from p2pdiloco_node.training.version_0 import GenesisMade
@@ -250,7 +259,6 @@ async def test_whoever_ends_it_is_told_what_is_left(
         raise asyncio.CancelledError
 
     monkeypatch.setattr(module, "look_at_model", look)
-    monkeypatch.setattr(module.threading, "Timer", lambda *_: Thread())
     (tmp_path / "a.txt").write_text("words and more words\n" * 5000)
     (tmp_path / made).mkdir(parents=True, exist_ok=True)
     out = tmp_path / "run"
@@ -265,13 +273,30 @@ def test_a_library_s_call_that_never_ends_does_not_outlive_ctrl_c(tmp_path: Path
     script = (
         "import asyncio, signal, sys, threading; from pathlib import Path\n"
         "from p2pdiloco import limits; from p2pdiloco_node.progress import Quiet\n"
-        "from p2pdiloco_node.run.new import stoppable\n"
+        "from p2pdiloco_node.run.new import run_making, stoppable\n"
         "limits.making_stop_s = 0.1\n"
         "async def make():\n"
         "    with stoppable(Path(sys.argv[1]), Quiet()):\n"
         "        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)\n"
         "        await asyncio.to_thread(threading.Event().wait)\n"
-        "asyncio.run(make())\n"
+        "run_making(make())\n"
     )
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
     assert ended.returncode == INTERRUPTED
+
+
+def test_whoever_called_is_not_ended_with_a_making_that_has_ended(tmp_path: Path) -> None:
+    """The process went on, and was ended three seconds later whatever it was at."""
+    before = threading.active_count()
+
+    async def make() -> None:
+        with stoppable(tmp_path, Quiet()):
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+            await asyncio.Event().wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_making(make())
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(1.0)
+    assert threading.active_count() == before

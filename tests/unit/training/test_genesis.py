@@ -183,7 +183,7 @@ def test_a_checkpoint_is_the_start(
     spec, params = made(str(tmp_path), tmp_path)
     ours, alone = losses(spec, params, model)
     assert ours == pytest.approx(alone, rel=1e-5)
-    assert spec.preset == tmp_path.name
+    assert spec.preset == ""  # what a folder is called on its owner's machine is nobody's business
 
 
 @pytest.fixture(scope="module")
