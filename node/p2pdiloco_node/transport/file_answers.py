@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -87,13 +88,9 @@ class FileAnswers:
 
     async def _send(self, answer: web.StreamResponse, path: Path, first: int, length: int) -> None:
         """Raises: TooSlow; OSError if the file or the connection is gone."""
-        opening = asyncio.ensure_future(asyncio.to_thread(path.open, "rb"))
+        opened = _Opened(path)
         try:
-            file = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close)  # who asked has gone; the thread goes on and opens it
-            raise
-        try:
+            file = await asyncio.to_thread(opened.open)
             await asyncio.to_thread(file.seek, first)
             async with Paced(self._pace.for_size(length)) as paced:
                 while length:
@@ -106,7 +103,7 @@ class FileAnswers:
                     length -= len(data)
         finally:
             # At once: a loop that is ending lends no threads. A read that is under way is waited for.
-            file.close()
+            opened.close()
 
 
 def _range(text: str, size: int) -> tuple[int, int]:
@@ -121,6 +118,26 @@ def _range(text: str, size: int) -> tuple[int, int]:
     return first, last
 
 
-def _close(opening: asyncio.Future[BufferedReader]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+class _Opened:
+    """A file that a thread opens: whoever asked may be gone meanwhile, and the loop with them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._file: BufferedReader | None = None
+        self._gone = False
+
+    def open(self) -> BufferedReader:
+        """Raises: OSError."""
+        file = self._path.open("rb")
+        with self._lock:
+            self._file = file
+            if self._gone:
+                file.close()
+        return file
+
+    def close(self) -> None:
+        with self._lock:
+            self._gone = True
+            if self._file is not None:
+                self._file.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco_node.transport.bodies import Pace
-from p2pdiloco_node.transport.file_answers import FileAnswers
+from p2pdiloco_node.transport.file_answers import FileAnswers, _Opened
 from p2pdiloco_node.transport.slots import Slots
 from p2pdiloco_node.transport.traffic import Traffic
 
@@ -50,3 +50,15 @@ async def test_a_file_is_closed_when_the_daemon_ends_meanwhile(
     with pytest.raises(asyncio.CancelledError):
         await sending
     assert [file.closed for file in opened] == [True]
+
+
+def test_a_file_that_is_opened_when_nobody_wants_it_any_more_is_closed(tmp_path: Path) -> None:
+    """Whoever asked has gone while a thread opened it; the loop may have ended as well."""
+    (tmp_path / "file").write_bytes(b"data")
+    late, early = _Opened(tmp_path / "file"), _Opened(tmp_path / "file")
+    late.close()
+    assert late.open().closed
+    file = early.open()
+    assert not file.closed
+    early.close()
+    assert file.closed
