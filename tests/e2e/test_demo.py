@@ -101,7 +101,7 @@ def test_the_demo_with_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "moment",
     [
-        r"to time an inner step",
+        r"Timing an inner step",
         pytest.param(r"version \d+ of \d+; node-1 training", marks=pytest.mark.long),
     ],
 )
