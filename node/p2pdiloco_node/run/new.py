@@ -272,7 +272,7 @@ def run_making(work: Coroutine[Any, Any, T]) -> T:
     async def watched() -> T:
         try:
             return await work
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt):  # the second: SIGTERM
             end.start()
             raise
 

@@ -269,7 +269,8 @@ async def test_whoever_ends_it_is_told_what_is_left(
     assert ("run" in os.listdir(tmp_path)) == bool(made)  # noqa: PTH208
 
 
-def test_a_library_s_call_that_never_ends_does_not_outlive_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_a_library_s_call_that_never_ends_does_not_outlive_ctrl_c(tmp_path: Path, how: str) -> None:
     script = (
         "import asyncio, signal, sys, threading; from pathlib import Path\n"
         "from p2pdiloco import limits; from p2pdiloco_node.progress import Quiet\n"
@@ -277,11 +278,11 @@ def test_a_library_s_call_that_never_ends_does_not_outlive_ctrl_c(tmp_path: Path
         "limits.making_stop_s = 0.1\n"
         "async def make():\n"
         "    with stoppable(Path(sys.argv[1]), Quiet()):\n"
-        "        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)\n"
+        "        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.Signals[sys.argv[2]])\n"
         "        await asyncio.to_thread(threading.Event().wait)\n"
         "run_making(make())\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path), how], timeout=60, check=False)
     assert ended.returncode == INTERRUPTED
 
 
