@@ -156,3 +156,22 @@ def test_names_in_a_run_s_folder_are_written_once(root: Path, sources: list[Path
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert not wrong, "take it from node/p2pdiloco_node/storage/run_folder.py: " + ", ".join(wrong)
+
+
+def test_nothing_is_raised_in_a_group_s_handler(sources: list[Path]) -> None:
+    """Before Python 3.11.4 what is raised inside `except*` comes out wrapped in a group: raise it behind."""
+    handlers = [
+        (path, handler)
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.TryStar)
+        for handler in node.handlers
+    ]
+    assert handlers
+    raising = [
+        f"{path}:{inner.lineno}"
+        for path, handler in handlers
+        for inner in ast.walk(handler)
+        if isinstance(inner, ast.Raise)
+    ]
+    assert raising == []

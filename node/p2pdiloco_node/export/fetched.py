@@ -208,12 +208,15 @@ class LinkedRun:
             done += 1
             self._watch(f"{BLOBS} {what}", done, len(wanted), "blobs")
 
+        fault: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for digest in wanted:
                     group.create_task(one(digest))
         except* OperatorError as failed:
-            raise failed.exceptions[0] from None
+            fault = failed.exceptions[0]
+        if fault is not None:
+            raise fault
 
     async def _get(self, path: str, bytes_max: int) -> bytes:
         """An answer's body. Raises: OperatorError."""

@@ -325,9 +325,10 @@ class Supervisor:
             return
         try:
             self._send(frames.Stop())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limits.trainer_stop_s):
-                    await process.wait()
+            # Not asyncio.timeout, which Python before 3.11.3 mistakes for the cancellation that led here.
+            ended = asyncio.ensure_future(process.wait())
+            await asyncio.wait((ended,), timeout=limits.trainer_stop_s)
+            ended.cancel()
         finally:
             if process.returncode is None:
                 with suppress(ProcessLookupError):

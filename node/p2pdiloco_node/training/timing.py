@@ -75,17 +75,20 @@ async def time_inner_steps(
         said = folder / f"said-{number}"
         return group.create_task(_time_one(configure, adopt, first_steps, seconds, nice, said))
 
+    fault: BaseException | None = None
     try:
         async with asyncio.timeout(START_S_MAX + 4 * seconds), asyncio.TaskGroup() as group:
             timed = [one(number) for number in range(trainers)]
     except* OperatorError as failed:
-        raise failed.exceptions[0] from None
+        fault = failed.exceptions[0]
     except* TimeoutError:
-        raise OperatorError(
+        fault = OperatorError(
             f"{trainers} trainers took more than {START_S_MAX:.0f} s to start here; close other "
             "programs, or start fewer nodes.",
             exit_code=RESOURCES,
-        ) from None
+        )
+    if fault is not None:
+        raise fault
     return statistics.median(task.result() for task in timed)
 
 
