@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "p2pdiloco_node.lab.seeds",
         "p2pdiloco_node.process.local_status",
         "p2pdiloco_node.run.checks",
+        "p2pdiloco_node.run.stopping",
         "p2pdiloco_node.run.file",
         "p2pdiloco_node.taking_part.blobs",
         "p2pdiloco_node.taking_part.desk",

@@ -31,7 +31,8 @@ from p2pdiloco_node.progress import Bar, Quiet, Told, shown
 from p2pdiloco_node.run.checks import Declared, about_a_node
 from p2pdiloco_node.run.file import Parts
 from p2pdiloco_node.run.inspect import Now, as_plain, in_lines, sections
-from p2pdiloco_node.run.new import owner_key_path, run_making, when_over
+from p2pdiloco_node.run.new import owner_key_path, when_over
+from p2pdiloco_node.run.stopping import run_making
 from p2pdiloco_node.transport.http_session import make_session
 
 T = TypeVar("T")

@@ -51,14 +51,8 @@ from p2pdiloco_node.export.sources import Found, from_folder, from_link
 from p2pdiloco_node.progress import Quiet, Told, Watch
 from p2pdiloco_node.run.checks import Declared, check_run, check_types, replaced
 from p2pdiloco_node.run.file import Parts
-from p2pdiloco_node.run.new import (
-    BOOTSTRAP_PASSES,
-    TRUSTED_PASSES,
-    check_folder,
-    drop_others,
-    make_data_for,
-    stoppable,
-)
+from p2pdiloco_node.run.new import BOOTSTRAP_PASSES, TRUSTED_PASSES, check_folder, drop_others, make_data_for
+from p2pdiloco_node.run.stopping import stoppable
 from p2pdiloco_node.storage.files import Files, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.storage.run_folder import BLOBS, FETCHED, MAKING, SPEC, WITNESS_KEY

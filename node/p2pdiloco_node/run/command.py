@@ -10,7 +10,8 @@ from p2pdiloco.exit_codes import USAGE
 from p2pdiloco_node.progress import shown
 from p2pdiloco_node.run.checks import Declared
 from p2pdiloco_node.run.file import Parts
-from p2pdiloco_node.run.new import Order, create_run, run_making, when_over
+from p2pdiloco_node.run.new import Order, create_run, when_over
+from p2pdiloco_node.run.stopping import run_making
 
 TOKENS, EVAL_EVERY, SEED = 20_000_000, 8, 1  # where nobody says otherwise
 

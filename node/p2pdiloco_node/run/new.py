@@ -11,16 +11,13 @@ The owner's key is never in DIR: whoever serves a run must not be able to speak 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import secrets
-import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,7 +26,7 @@ import platformdirs
 from p2pdiloco import limits
 from p2pdiloco.diloco.global_state import chunks_of
 from p2pdiloco.errors import OperatorError
-from p2pdiloco.exit_codes import FILES, INTERRUPTED, USAGE
+from p2pdiloco.exit_codes import FILES, USAGE
 from p2pdiloco.ids import NO_DIGEST, Digest, PeerId, RunId, digest_of
 from p2pdiloco.run_spec import (
     FORMAT,
@@ -60,6 +57,7 @@ from p2pdiloco_node.corpus.work import Taken, Work, claimed
 from p2pdiloco_node.ports import Array
 from p2pdiloco_node.progress import Quiet, Told
 from p2pdiloco_node.run.checks import Declared, check_fields, check_parts, check_run, check_types, replaced
+from p2pdiloco_node.run.stopping import stoppable
 from p2pdiloco_node.storage.files import TEMPORARY, Files, guarded, make_folder, replace_file
 from p2pdiloco_node.storage.keys import check_key, load_or_make_key
 from p2pdiloco_node.storage.run_folder import BLOBS, MAKING, SPEC, WITNESS_KEY, others_in
@@ -68,7 +66,6 @@ from p2pdiloco_node.training.presets import warmup_tokens
 from p2pdiloco_node.training.token_files import open_token_files
 from p2pdiloco_node.training.version_0 import look_at_model, make_version_0
 
-T = TypeVar("T")
 VERSION_0, TOKENS, TUNING = "version-0", "opened", "tuning"  # in MAKING
 OF_A_CALL = re.compile(rf"[0-9a-f]{{64}}({re.escape(TEMPORARY)})?")  # a blob, or half of one
 VERSION_0_BYTES = 8  # of disk for each parameter: float32 as it is made, and in chunks
@@ -259,66 +256,6 @@ async def _create_run(
         await asyncio.to_thread(replace_file, files, out / SPEC, signed)
     await asyncio.to_thread(forget_work, out)
     return run_id_of(encode(spec))
-
-
-def run_making(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` of a command, ended with its process where Ctrl-C does not end it soon.
-
-    A library's call that a thread is in cannot be stopped, and a loop waits for its threads.
-    """
-    end = threading.Timer(limits.making_stop_s, os._exit, (INTERRUPTED,))
-    end.daemon = True
-
-    async def watched() -> T:
-        try:
-            return await work
-        except (asyncio.CancelledError, KeyboardInterrupt):  # the second: SIGTERM
-            end.start()
-            raise
-
-    try:
-        return asyncio.run(watched())
-    finally:
-        end.cancel()  # whoever called goes on: everything has ended
-
-
-@contextmanager
-def stoppable(out: Path, told: Told) -> Iterator[None]:
-    """SIGTERM ends the making of a run in `out` as Ctrl-C does; whether anything was made so far is said."""
-    with sigterm_is_ctrl_c():
-        try:
-            yield
-        except asyncio.CancelledError:
-            begun = (out / MAKING).exists() or (out / BLOBS).exists()
-            told.say(f"Stopped. {'The same command goes on where it was.' if begun else 'Nothing was made.'}")
-            raise
-
-
-@contextmanager
-def sigterm_is_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends what the event loop runs as Ctrl-C does, unless somebody else answers it (`demo`)."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or (
-        threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-    loop, task, ended = asyncio.get_running_loop(), asyncio.current_task(), False
-    assert task is not None
-
-    def end() -> None:  # SIGINT itself may be ignored, as it is for what a script starts with `&`
-        nonlocal ended
-        ended = True
-        task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, end)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if ended:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def check_order(order: Order, declared: Declared) -> tuple[ModelChoice, Loops]:

@@ -23,16 +23,8 @@ from p2pdiloco.wire.signing import verify_ed25519
 from p2pdiloco_node.cli import run_command
 from p2pdiloco_node.progress import Quiet
 from p2pdiloco_node.run import new as module
-from p2pdiloco_node.run.new import (
-    Draft,
-    Order,
-    check_folder,
-    create_run,
-    drop_others,
-    run_making,
-    sigterm_is_ctrl_c,
-    stoppable,
-)
+from p2pdiloco_node.run.new import Draft, Order, check_folder, create_run, drop_others
+from p2pdiloco_node.run.stopping import run_making, sigterm_is_ctrl_c, stoppable
 from p2pdiloco_node.training import version_0
 from p2pdiloco_node.training.families import ModelRefused, check_values
 from p2pdiloco_node.training.version_0 import GenesisMade
@@ -274,7 +266,7 @@ def test_a_library_s_call_that_never_ends_does_not_outlive_ctrl_c(tmp_path: Path
     script = (
         "import asyncio, signal, sys, threading; from pathlib import Path\n"
         "from p2pdiloco import limits; from p2pdiloco_node.progress import Quiet\n"
-        "from p2pdiloco_node.run.new import run_making, stoppable\n"
+        "from p2pdiloco_node.run.stopping import run_making, stoppable\n"
         "limits.making_stop_s = 0.1\n"
         "async def make():\n"
         "    with stoppable(Path(sys.argv[1]), Quiet()):\n"
